@@ -101,7 +101,7 @@ def cached(table: LoadTable, hits: Hits, count: int, seed: int) -> tuple[CacheAw
         hashes = [rng.getrandbits(64) for _ in range(hits.blocks)]
         families.append(pack_hashes(hashes))
         for rank in rng.sample(ranks, hits.holders):
-            policy.prefixes.stored(rank.seat, hashes)
+            policy.prefixes.stored(rank.slot, hashes)
     tokens = hits.blocks * BLOCK_TOKENS + 1
     submits = [
         Submit(f"r{n}", "unified", tokens, 1, n, block_tokens=BLOCK_TOKENS, block_hashes=rng.choice(families))

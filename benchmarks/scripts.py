@@ -89,8 +89,8 @@ def kv_events() -> Script:
     after the other, from the end."""
     index = PrefixIndex()
     prompt = list(range(1, 17))
-    for seat in range(1, 8):
-        index.stored(seat, prompt)
+    for slot in range(1, 8):
+        index.stored(slot, prompt)
 
     def script() -> None:
         for _ in range(TIMES):

@@ -259,7 +259,7 @@ class ControllerCore:
         self.table.validate()
         self.life.validate()
         for role, index in self.prefixes.items():
-            index.validate({rank.seat for rank in self.table.ranks.values() if rank.info.role == role})
+            index.validate({rank.slot for rank in self.table.ranks.values() if rank.info.role == role})
         assert set(self.health.pulses) == set(self.table.ranks)
         for key, rank in self.table.ranks.items():
             assert rank.ready == (self.health.pulses[key].state == "ready"), rank

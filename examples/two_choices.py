@@ -22,15 +22,15 @@ class TwoChoices(PrefixPolicy):
     def pick(self, view, request, tokens):
         candidates = list(view)
         some = self._rng.sample(candidates, min(2, len(candidates)))
-        cached = {}  # tokens of this prompt, by seat
-        alike = view.alike(request.block_tokens)
-        for depth, seats in self.prefixes.runs(unpack_hashes(request.block_hashes)):
-            holder = view.least_of(seats & alike)
+        cached = {}  # tokens of this prompt, by slot
+        same_block_size = view.same_block_size(request.block_tokens)
+        for depth, slots in self.prefixes.runs(unpack_hashes(request.block_hashes)):
+            holder = view.least_loaded(slots & same_block_size)
             if holder is not None:
                 some.append(holder)
-            cached |= {rank.seat: depth * request.block_tokens for rank in some if seats & alike & 1 << rank.seat}
+            cached |= {rank.slot: depth * request.block_tokens for rank in some if slots & same_block_size & 1 << rank.slot}
 
         def cost(rank):
-            return rank.tokens + self._weight * (tokens - cached.get(rank.seat, 0)), rank.last_turn
+            return rank.tokens + self._weight * (tokens - cached.get(rank.slot, 0)), rank.last_turn
 
         return min(some, key=cost, default=None)

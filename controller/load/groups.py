@@ -2,7 +2,7 @@
 
 This module owns the grouping of ranks by (role, model, instance) and the indexes; it must not change a load. A
 `Group` answers in O(log n). A `Subset` narrows a group for a single request (ranks to avoid, prompts that only some
-ranks can hold) and looks at each rank. A set of slots is an integer with the bits of its ranks (`RankLoad.seat`).
+ranks can hold) and looks at each rank. A set of slots is an integer with the bits of its ranks (`RankLoad.slot`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
 from bus.wire.messages import Role
-from controller.load.index import NEVER, LeastIndex, SeatKeys
+from controller.load.index import NEVER, LeastIndex, SlotKeys
 from controller.load.rank import RankLoad
 
 
@@ -75,10 +75,10 @@ class View(Protocol):
     def least(self, metric: Metric) -> RankLoad | None:
         """Return the candidate with the least `metric`, or None."""
 
-    def least_of(self, seats: int) -> RankLoad | None:
-        """Return the candidate in `seats` (some that `alike` returned) with the least tokens, or None."""
+    def least_loaded(self, slots: int) -> RankLoad | None:
+        """Return the candidate in `slots` (some that `same_block_size` returned) with the least tokens, or None."""
 
-    def alike(self, block_tokens: int) -> int:
+    def same_block_size(self, block_tokens: int) -> int:
         """Return the slots of the ranks with KV blocks of this size, whatever their state."""
 
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
@@ -95,7 +95,7 @@ class Group:
     """All ranks of a role, of one model and instance where these are named."""
 
     __slots__ = (
-        "_alike", "_facts", "_free", "_indexes", "_instances", "_leaves", "_seated", "_seats", "instance", "members",
+        "_same_block_size", "_facts", "_free", "_indexes", "_instances", "_leaves", "_by_slot", "_slot_keys", "instance", "members",
         "model", "ready", "role",
     )  # fmt: skip
 
@@ -104,13 +104,13 @@ class Group:
         self.members: list[RankLoad | None] = []
         self.ready: dict[str, int] = {}  # members that are ready, with credit or not, by model
         self._facts: Facts | None = None  # `facts`, until members change
-        self._alike: dict[int, int] | None = None  # `alike` by size, until members change
+        self._same_block_size: dict[int, int] | None = None  # `same_block_size` by size, until members change
         self._free: list[int] = []
-        self._leaves: dict[int, int] = {}  # where in `members` a seat's rank is
+        self._leaves: dict[int, int] = {}  # where in `members` a slot's rank is
         self._indexes: dict[Metric, LeastIndex] = {}
         self._instances: dict[str, dict[int, RankLoad]] = {}
-        self._seated: dict[int, RankLoad] = {}
-        self._seats: SeatKeys | None = None  # tokens by seat, from their first use
+        self._by_slot: dict[int, RankLoad] = {}
+        self._slot_keys: SlotKeys | None = None  # tokens by slot, from their first use
 
     def takes(self, rank: RankLoad) -> bool:
         """Return true if `rank` belongs to this group."""
@@ -121,28 +121,28 @@ class Group:
         leaf = index.least()
         return self.members[leaf] if leaf >= 0 else None
 
-    def least_of(self, seats: int) -> RankLoad | None:
-        index = self._seats
+    def least_loaded(self, slots: int) -> RankLoad | None:
+        index = self._slot_keys
         if index is None:
-            index = self._seats = SeatKeys()
-            for rank in self._seated.values():
-                self._enter(rank, Metric.TOKENS, index, rank.seat)
-        seat = index.least(seats)
-        return self._seated[seat] if seat >= 0 else None
+            index = self._slot_keys = SlotKeys()
+            for rank in self._by_slot.values():
+                self._enter(rank, Metric.TOKENS, index, rank.slot)
+        slot = index.least(slots)
+        return self._by_slot[slot] if slot >= 0 else None
 
-    def alike(self, block_tokens: int) -> int:
-        if self._alike is None:
-            self._alike = {}
-            for seat, rank in self._seated.items():
+    def same_block_size(self, block_tokens: int) -> int:
+        if self._same_block_size is None:
+            self._same_block_size = {}
+            for slot, rank in self._by_slot.items():
                 size = rank.info.block_tokens
-                self._alike[size] = self._alike.get(size, 0) | 1 << seat
-        return self._alike.get(block_tokens, 0)
+                self._same_block_size[size] = self._same_block_size.get(size, 0) | 1 << slot
+        return self._same_block_size.get(block_tokens, 0)
 
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
         return self._instances.values()
 
     def has(self, rank: RankLoad) -> bool:
-        return self._seated.get(rank.seat) is rank
+        return self._by_slot.get(rank.slot) is rank
 
     def __iter__(self) -> Iterator[RankLoad]:
         return (rank for rank in self.members if rank is not None and rank.candidate)
@@ -175,25 +175,25 @@ class Group:
         if leaf == len(self.members):
             self.members.append(None)
         self.members[leaf] = rank
-        self._leaves[rank.seat] = leaf
-        self._seated[rank.seat] = rank
+        self._leaves[rank.slot] = leaf
+        self._by_slot[rank.slot] = rank
         self._instances.setdefault(rank.info.instance, {})[rank.info.dp_rank] = rank
         if rank.ready:
             self._count(rank, 1)
         for metric, index in self._indexes.items():
             self._enter(rank, metric, index, leaf)
-        if self._seats is not None:
-            self._enter(rank, Metric.TOKENS, self._seats, rank.seat)
+        if self._slot_keys is not None:
+            self._enter(rank, Metric.TOKENS, self._slot_keys, rank.slot)
         self.changed()
 
     def remove(self, rank: RankLoad) -> None:
-        leaf = self._leaves.pop(rank.seat)
+        leaf = self._leaves.pop(rank.slot)
         for index in self._indexes.values():
             index.update(leaf, NEVER)
-        if self._seats is not None:
-            self._seats.update(rank.seat, NEVER)
-        del self._seated[rank.seat]
-        mine = {id(index) for index in (*self._indexes.values(), self._seats)}
+        if self._slot_keys is not None:
+            self._slot_keys.update(rank.slot, NEVER)
+        del self._by_slot[rank.slot]
+        mine = {id(index) for index in (*self._indexes.values(), self._slot_keys)}
         rank.leaves[:] = [entry for entry in rank.leaves if id(entry[0]) not in mine]
         self.members[leaf] = None
         self._free.append(leaf)
@@ -211,20 +211,20 @@ class Group:
 
     def changed(self) -> None:
         """Note that members came, went, or state other facts."""
-        self._facts = self._alike = None
+        self._facts = self._same_block_size = None
 
     def validate(self) -> None:
         """Check that counts and indexes agree with the members."""
         ranks = [rank for rank in self.members if rank is not None]
         assert self.ready == Counter(rank.info.model for rank in ranks if rank.ready), "ready count"
         assert sum(len(ranks_of) for ranks_of in self._instances.values()) == len(ranks), "instances"
-        assert self._seated == {rank.seat: rank for rank in ranks}, "seats"
-        assert self._leaves == {rank.seat: leaf for leaf, rank in enumerate(self.members) if rank}, "leaves"
+        assert self._by_slot == {rank.slot: rank for rank in ranks}, "slots"
+        assert self._leaves == {rank.slot: leaf for leaf, rank in enumerate(self.members) if rank}, "leaves"
         for member in ranks:
-            assert self.alike(member.info.block_tokens) >> member.seat & 1, "alike"
-            if self._seats is not None:
-                want = key_of(member, Metric.TOKENS, member.seat) if member.candidate else NEVER
-                assert self._seats.key(member.seat) == want, member
+            assert self.same_block_size(member.info.block_tokens) >> member.slot & 1, "same_block_size"
+            if self._slot_keys is not None:
+                want = key_of(member, Metric.TOKENS, member.slot) if member.candidate else NEVER
+                assert self._slot_keys.key(member.slot) == want, member
         for metric, index in self._indexes.items():
             index.validate()
             for leaf, rank in enumerate(self.members):
@@ -248,7 +248,7 @@ class Group:
         return index
 
     @staticmethod
-    def _enter(rank: RankLoad, metric: Metric, index: LeastIndex | SeatKeys, leaf: int) -> None:
+    def _enter(rank: RankLoad, metric: Metric, index: LeastIndex | SlotKeys, leaf: int) -> None:
         rank.leaves.append((index, leaf, int(metric)))
         index.update(leaf, key_of(rank, metric, leaf) if rank.candidate else NEVER)
 
@@ -262,12 +262,12 @@ class Subset:
     def least(self, metric: Metric) -> RankLoad | None:
         return min(self, key=lambda rank: key_of(rank, metric), default=None)
 
-    def least_of(self, seats: int) -> RankLoad | None:
-        some = (rank for rank in self if seats >> rank.seat & 1)
+    def least_loaded(self, slots: int) -> RankLoad | None:
+        some = (rank for rank in self if slots >> rank.slot & 1)
         return min(some, key=lambda rank: key_of(rank, Metric.TOKENS), default=None)
 
-    def alike(self, block_tokens: int) -> int:
-        return sum(1 << rank.seat for rank in self._ranks if rank.info.block_tokens == block_tokens)
+    def same_block_size(self, block_tokens: int) -> int:
+        return sum(1 << rank.slot for rank in self._ranks if rank.info.block_tokens == block_tokens)
 
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
         by_instance: dict[str, dict[int, RankLoad]] = {}

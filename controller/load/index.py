@@ -12,7 +12,7 @@ from itertools import compress, count
 from operator import itemgetter
 
 NEVER = 1 << 200  # greater than any key: the leaf takes no part
-FEW = 8  # seats that are as quickly looked at one by one
+FEW = 8  # slots that are as quickly looked at one by one
 SETS_REMEMBERED = 128
 _BITS = bytes.maketrans(b"01", b"\0\1")
 
@@ -62,7 +62,7 @@ class LeastIndex:
             self._keys[at] = min(self._keys[2 * at], self._keys[2 * at + 1])
 
 
-class SeatKeys:
+class SlotKeys:
     """Keys by slot, whose low 16 bits are the slot: the least of any set of slots, O(its size), mostly in C.
 
     A set is an integer with a bit for each slot. The same large sets (the ranks that hold a common prefix) are asked
@@ -75,32 +75,32 @@ class SeatKeys:
         self._keys: list[int] = []
         self._unpacked: dict[int, Callable[[list[int]], tuple[int, ...]]] = {}
 
-    def update(self, seat: int, key: int) -> None:
-        """Set the key of `seat` (`NEVER` takes it out of the comparison)."""
-        if seat >= len(self._keys):
-            self._keys += [NEVER] * (seat + 1 - len(self._keys))
-        self._keys[seat] = key
+    def update(self, slot: int, key: int) -> None:
+        """Set the key of `slot` (`NEVER` takes it out of the comparison)."""
+        if slot >= len(self._keys):
+            self._keys += [NEVER] * (slot + 1 - len(self._keys))
+        self._keys[slot] = key
 
-    def least(self, seats: int) -> int:
-        """Return the slot in `seats`, each of which has a key, with the least one; -1 when there is none."""
+    def least(self, slots: int) -> int:
+        """Return the slot in `slots`, each of which has a key, with the least one; -1 when there is none."""
         keys, least = self._keys, NEVER
-        if seats.bit_count() > FEW:
-            least = min((self._unpacked.get(seats) or self._unpack(seats))(keys))
+        if slots.bit_count() > FEW:
+            least = min((self._unpacked.get(slots) or self._unpack(slots))(keys))
         else:
-            while seats:
-                rest = seats & (seats - 1)
-                key = keys[(seats ^ rest).bit_length() - 1]
+            while slots:
+                rest = slots & (slots - 1)
+                key = keys[(slots ^ rest).bit_length() - 1]
                 if key < least:
                     least = key
-                seats = rest
+                slots = rest
         return -1 if least == NEVER else least & 0xFFFF
 
-    def key(self, seat: int) -> int:
-        return self._keys[seat] if seat < len(self._keys) else NEVER
+    def key(self, slot: int) -> int:
+        return self._keys[slot] if slot < len(self._keys) else NEVER
 
-    def _unpack(self, seats: int) -> Callable[[list[int]], tuple[int, ...]]:
+    def _unpack(self, slots: int) -> Callable[[list[int]], tuple[int, ...]]:
         if len(self._unpacked) >= SETS_REMEMBERED:
             self._unpacked.clear()
-        bits = f"{seats:b}"[::-1].encode().translate(_BITS)
-        getter = self._unpacked[seats] = itemgetter(*compress(count(), bits))
+        bits = f"{slots:b}"[::-1].encode().translate(_BITS)
+        getter = self._unpacked[slots] = itemgetter(*compress(count(), bits))
         return getter

@@ -15,7 +15,7 @@ from bus.wire.messages import Hello, Load, Location, MemberKey
 
 if TYPE_CHECKING:
     from controller.feeds.follower import Follower
-    from controller.load.index import LeastIndex, SeatKeys
+    from controller.load.index import LeastIndex, SlotKeys
 
 UNLIMITED = 1 << 62
 
@@ -68,7 +68,7 @@ class RankLoad:
     """The load of `(instance, dp_rank)` in its epoch `epoch`, as the controller knows it. Requests and tokens are
     counts.
 
-    A policy reads `requests` and `tokens` (the estimate), `ready`, `seat` (its number among the present ranks, used
+    A policy reads `requests` and `tokens` (the estimate), `ready`, `slot` (its number among the present ranks, used
     again once it is gone), `key` (instance, dp_rank) and `info` (its hello). The rest belongs to the load table.
     """
 
@@ -117,7 +117,7 @@ class RankLoad:
         "requests",
         "restarts",
         "routed_total",
-        "seat",
+        "slot",
         "sent",
         "sent_tokens",
         "skew",
@@ -133,7 +133,7 @@ class RankLoad:
     def __init__(self, info: Hello) -> None:
         self.info = info
         self.key: MemberKey = (info.instance, info.dp_rank)
-        self.seat = -1  # its number among the ranks there are, as small as can be; used again when it is closed
+        self.slot = -1  # its number among the ranks there are, as small as can be; used again when it is closed
         self.epoch = info.epoch
         self.kv_kind = (info.kv_transfer, info.kv_layout)
         self.params = frozenset(info.params)
@@ -178,7 +178,7 @@ class RankLoad:
         self.hard_requests = UNLIMITED
         self.largest = UNLIMITED  # tokens of context (prompt and output) it can hold at all
         self.last_turn = 0  # turn of its last dispatch
-        self.leaves: list[tuple[LeastIndex | SeatKeys, int, int]] = []  # its keys: (index, leaf there, Metric)
+        self.leaves: list[tuple[LeastIndex | SlotKeys, int, int]] = []  # its keys: (index, leaf there, Metric)
         # totals since the controller began, over all epochs of the rank
         self.dispatched_before = 0  # in earlier epochs
         self.routed_total = 0

@@ -67,8 +67,8 @@ class LoadTable:
         self._controller_ttl_s = controller_ttl_s
         self._groups: dict[tuple[str, str, str], Group] = {}
         self._closed: OrderedDict[tuple[MemberKey, int], tuple[int, int, int]] = OrderedDict()
-        self._free_seats: list[int] = []
-        self._seats = 0  # given out so far, free ones included
+        self._free_slots: list[int] = []
+        self._slot_keys = 0  # given out so far, free ones included
         self.turn = 0  # dispatches charged so far
         self._fresh: TimerSlots[RankLoad] = TimerSlots()  # when to look whether a rank has reported since
         self._controllers: dict[int, tuple[int, float]] = {}  # epoch -> (seq of its last Sent, when)
@@ -96,10 +96,10 @@ class LoadTable:
             self.reconnected(rank)
             rank.inherited = ()  # what it runs may be mine
         self._limit(rank)
-        if self._free_seats:
-            rank.seat = self._free_seats.pop()
+        if self._free_slots:
+            rank.slot = self._free_slots.pop()
         else:
-            rank.seat, self._seats = self._seats, self._seats + 1
+            rank.slot, self._slot_keys = self._slot_keys, self._slot_keys + 1
         self.ranks[rank.key] = rank
         for group in self._groups_of(rank):
             group.add(rank)
@@ -129,7 +129,7 @@ class LoadTable:
             group.remove(rank)
         rank.ready = rank.candidate = False
         del self.ranks[rank.key]
-        self._free_seats.append(rank.seat)
+        self._free_slots.append(rank.slot)
         if rank.sent or rank.undone:
             self._closed[(rank.key, rank.epoch)] = rank.undone, rank.sent, rank.sent_tokens
             if len(self._closed) > MAX_CLOSED:
@@ -332,8 +332,8 @@ class LoadTable:
             want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
             assert (rank.requests, rank.tokens) == want, (rank, want)
             assert not rank.candidate or rank.ready, rank
-        seats = [*self._free_seats, *(rank.seat for rank in self.ranks.values())]
-        assert sorted(seats) == list(range(self._seats)), "every seat is taken once, or free"
+        slots = [*self._free_slots, *(rank.slot for rank in self.ranks.values())]
+        assert sorted(slots) == list(range(self._slot_keys)), "every slot is taken once, or free"
         for group in self._groups.values():
             assert {rank.key for rank in group.members if rank} == {
                 rank.key for rank in self.ranks.values() if group.takes(rank)

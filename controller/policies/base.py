@@ -114,25 +114,25 @@ class PrefixPolicy(Policy):
         request will hold at other ranks."""
         if not request.block_hashes or not rank.counts_queue_only:
             return request.prompt_tokens
-        depth = self.prefixes.depth(rank.seat, unpack_hashes(request.block_hashes))
+        depth = self.prefixes.depth(rank.slot, unpack_hashes(request.block_hashes))
         return max(1, request.prompt_tokens - depth * request.block_tokens)
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
         """Expect that the rank will soon hold the prompt's prefix."""
         if request.block_hashes and rank.info.block_tokens == request.block_tokens:
-            self.prefixes.expected(rank.seat, unpack_hashes(request.block_hashes))
+            self.prefixes.expected(rank.slot, unpack_hashes(request.block_hashes))
 
     def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
         """Add the blocks to `prefixes`."""
-        self.prefixes.stored(rank.seat, hashes)
+        self.prefixes.stored(rank.slot, hashes)
 
     def removed(self, rank: RankLoad, hashes: Sequence[int]) -> None:
         """Remove the blocks from `prefixes`."""
-        self.prefixes.removed(rank.seat, hashes)
+        self.prefixes.removed(rank.slot, hashes)
 
     def forgotten(self, rank: RankLoad) -> None:
         """Remove all of the rank's blocks from `prefixes`."""
-        self.prefixes.forget(rank.seat)
+        self.prefixes.forget(rank.slot)
 
     def tick(self, now: float) -> None:
         """Let expected blocks expire that were never stored."""

@@ -8,7 +8,7 @@ hold the prompt once it has computed it). An expected entry lasts until it is co
 where the rank publishes events, after `expect_s` where it does not. Memory is bounded by `max_blocks` a rank: the least
 recently named entries are dropped first, and of a prompt its end before its beginning, without which the rest is of no
 use. Where a rank publishes events, expected entries take half of that at most, so that requests push out nothing that
-the rank has reported. Hashes are unsigned 64-bit integers. A rank is the number of its slot (`RankLoad.seat`), a set of
+the rank has reported. Hashes are unsigned 64-bit integers. A rank is the number of its slot (`RankLoad.slot`), a set of
 ranks an integer with the bits of their slots.
 """
 
@@ -36,8 +36,8 @@ class _Expectation:
 class _Rank:
     __slots__ = ("bit", "blocks", "expected", "expecting", "speaks")
 
-    def __init__(self, seat: int) -> None:
-        self.bit = 1 << seat
+    def __init__(self, slot: int) -> None:
+        self.bit = 1 << slot
         self.blocks: OrderedDict[int, float] = OrderedDict()  # hash -> when it expires, oldest first
         self.speaks = False  # it has published events
         self.expected: deque[_Expectation] = deque()  # oldest first, as long as none is given up in between
@@ -53,7 +53,7 @@ class PrefixIndex:
         self._expect_s = expect_s
         self._now = 0.0
         self._holders = Holders()
-        self._ranks: dict[int, _Rank] = {}  # by seat
+        self._ranks: dict[int, _Rank] = {}  # by slot
         self._expiries: list[tuple[float, int, _Expectation]] = []  # a heap, an entry for each `expected`
         self._expiring = 0  # hashes in it
         self._void = 0  # entries in it that are given up
@@ -71,33 +71,33 @@ class PrefixIndex:
 
     # --- what ranks hold --------------------------------------------------------------------------------------
 
-    def stored(self, seat: int, hashes: Iterable[int]) -> None:
+    def stored(self, slot: int, hashes: Iterable[int]) -> None:
         """Add blocks that the rank states to cache."""
-        rank, named = self._rank(seat), as_array(hashes)
+        rank, named = self._rank(slot), as_array(hashes)
         rank.speaks = True
         before = len(rank.blocks)
         self._put(rank, named, CONFIRMED)
         if len(rank.blocks) > before:  # else all of it was expected
             self._know(rank, named)
 
-    def removed(self, seat: int, hashes: Iterable[int]) -> None:
+    def removed(self, slot: int, hashes: Iterable[int]) -> None:
         """Remove blocks that the rank no longer caches."""
-        rank = self._ranks.get(seat)
+        rank = self._ranks.get(slot)
         if rank is not None:
             named = reversed(dict.fromkeys(hashes))  # engines give up the end of a prompt first
             self._drop(rank, [each for each in named if each in rank.blocks])
 
-    def forget(self, seat: int) -> None:
+    def forget(self, slot: int) -> None:
         """Remove everything of a rank that restarted, cleared its cache or is gone."""
-        rank = self._ranks.pop(seat, None)
+        rank = self._ranks.pop(slot, None)
         if rank is not None:
             self._holders.remove_all(rank.bit, rank.blocks)
             rank.blocks.clear()  # for `_expire`, which may still come to it
 
-    def expected(self, seat: int, hashes: Iterable[int]) -> None:
+    def expected(self, slot: int, hashes: Iterable[int]) -> None:
         """Add the blocks of a request that was dispatched to the rank: it will hold them soon, if it does not
         already."""
-        rank, named = self._rank(seat), as_array(hashes)
+        rank, named = self._rank(slot), as_array(hashes)
         bound = self._max_blocks
         if rank.speaks:
             bound = bound // 2 or 1
@@ -141,21 +141,21 @@ class PrefixIndex:
         """
         return self._holders.prefixes(as_array(hashes))
 
-    def depth(self, seat: int, hashes: Sequence[int]) -> int:
+    def depth(self, slot: int, hashes: Sequence[int]) -> int:
         """Return how many blocks, from the first on, the rank holds."""
         found = 0
         for depth, ranks in self.runs(hashes):
-            if not ranks >> seat & 1:
+            if not ranks >> slot & 1:
                 break
             found = depth
         return found
 
-    def validate(self, seats: Container[int] = range(1 << 16)) -> None:
-        """Check that both directions agree, bounds hold, and no ranks but `seats` are known (for tests)."""
+    def validate(self, slots: Container[int] = range(1 << 16)) -> None:
+        """Check that both directions agree, bounds hold, and no ranks but `slots` are known (for tests)."""
         holders: dict[int, int] = {}
-        for seat, rank in self._ranks.items():
-            assert rank.bit == 1 << seat
-            assert seat in seats, seat
+        for slot, rank in self._ranks.items():
+            assert rank.bit == 1 << slot
+            assert slot in slots, slot
             assert len(rank.blocks) <= self._max_blocks
             assert rank.expecting == sum(len(each.hashes) for each in rank.expected)
             for block_hash, expires in rank.blocks.items():
@@ -182,10 +182,10 @@ class PrefixIndex:
             rank.expected.popleft()
         self._drop(rank, [each for each in dict.fromkeys(hashes) if rank.blocks.get(each) == expires])
 
-    def _rank(self, seat: int) -> _Rank:
-        rank = self._ranks.get(seat)
+    def _rank(self, slot: int) -> _Rank:
+        rank = self._ranks.get(slot)
         if rank is None:
-            rank = self._ranks[seat] = _Rank(seat)
+            rank = self._ranks[slot] = _Rank(slot)
         return rank
 
     @staticmethod

@@ -66,10 +66,10 @@ def the_choice_is_the_least(
         )  # fmt: skip
         table.apply(rank.key, 1, load, 0.0)
         depth, holes = facts["run"]
-        held[rank.seat] = set(CHAIN[:depth]) - holes
-        cached, named = sorted(held[rank.seat]), facts["named"]
+        held[rank.slot] = set(CHAIN[:depth]) - holes
+        cached, named = sorted(held[rank.slot]), facts["named"]
         for start in range(0, len(cached), named):
-            policy.prefixes.stored(rank.seat, cached[start : start + named])
+            policy.prefixes.stored(rank.slot, cached[start : start + named])
         for _ in range(facts["charges"]):
             table.charge(rank, 0)
     hashes = [each if each <= fork else each + 1_000 for each in CHAIN[:blocks]]
@@ -77,7 +77,7 @@ def the_choice_is_the_least(
     request = Submit("r", "prefill", prompt_tokens, 1, block_tokens=SIZE, block_hashes=pack_hashes(hashes))
 
     def cost(rank: RankLoad) -> tuple[float, int, int]:
-        cached = run_length(held[rank.seat], hashes) * SIZE if rank.info.block_tokens == SIZE else 0
+        cached = run_length(held[rank.slot], hashes) * SIZE if rank.info.block_tokens == SIZE else 0
         return rank.tokens + weight * max(1, prompt_tokens - cached), rank.requests, rank.last_turn
 
     group = table.group("prefill")

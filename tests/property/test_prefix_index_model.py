@@ -31,60 +31,60 @@ class PrefixIndexModel(RuleBasedStateMachine):
         self.speaks: set[int] = set()
         self.now = 0.0
 
-    @rule(seat=SEATS, hashes=HASHES)
-    def stored(self, seat: int, hashes: list[int]) -> None:
-        self.index.stored(seat, hashes)
-        self.speaks.add(seat)
-        self.hold(seat, hashes, CONFIRMED)
+    @rule(slot=SEATS, hashes=HASHES)
+    def stored(self, slot: int, hashes: list[int]) -> None:
+        self.index.stored(slot, hashes)
+        self.speaks.add(slot)
+        self.hold(slot, hashes, CONFIRMED)
 
-    @rule(seat=SEATS, hashes=HASHES)
-    def expected(self, seat: int, hashes: list[int]) -> None:
-        self.index.expected(seat, hashes)
-        until = self.now + (CONFIRM_S if seat in self.speaks else EXPECT_S)
-        mine = self.held.setdefault(seat, {})
-        bound = max(1, self.max_blocks // 2) if seat in self.speaks else self.max_blocks
+    @rule(slot=SEATS, hashes=HASHES)
+    def expected(self, slot: int, hashes: list[int]) -> None:
+        self.index.expected(slot, hashes)
+        until = self.now + (CONFIRM_S if slot in self.speaks else EXPECT_S)
+        mine = self.held.setdefault(slot, {})
+        bound = max(1, self.max_blocks // 2) if slot in self.speaks else self.max_blocks
         hashes = hashes[:bound]
         fresh = [h for h in hashes if mine.get(h) not in (until, CONFIRMED)]
-        self.put(seat, fresh, until)
+        self.put(slot, fresh, until)
         if 2 * len(mine) >= self.max_blocks:
             for each in reversed(hashes):
                 mine[each] = mine.pop(each)
-        guesses = self.guesses.setdefault(seat, [])
+        guesses = self.guesses.setdefault(slot, [])
         guesses.append((until, fresh))
-        while fresh and seat in self.speaks and sum(len(some) for _, some in guesses) > bound:
+        while fresh and slot in self.speaks and sum(len(some) for _, some in guesses) > bound:
             expires, some = guesses.pop(0)
             for each in [h for h in some if mine.get(h) == expires]:
                 mine.pop(each, None)
-        self.cut(seat)
+        self.cut(slot)
 
-    def hold(self, seat: int, hashes: list[int], until: float) -> None:
-        self.put(seat, hashes, until)
-        self.cut(seat)
+    def hold(self, slot: int, hashes: list[int], until: float) -> None:
+        self.put(slot, hashes, until)
+        self.cut(slot)
 
-    def put(self, seat: int, hashes: list[int], until: float) -> None:
+    def put(self, slot: int, hashes: list[int], until: float) -> None:
         """The last to be named are kept, in the order of a dict; of a prompt its beginning."""
-        mine = self.held.setdefault(seat, {})
+        mine = self.held.setdefault(slot, {})
         for each in reversed(hashes):
             mine.pop(each, None)
             mine[each] = until
 
-    def cut(self, seat: int) -> None:
-        mine = self.held[seat]
+    def cut(self, slot: int) -> None:
+        mine = self.held[slot]
         for each in list(mine)[: -self.max_blocks]:
             del mine[each]
 
-    @rule(seat=SEATS, hashes=HASHES)
-    def removed(self, seat: int, hashes: list[int]) -> None:
-        self.index.removed(seat, hashes)
+    @rule(slot=SEATS, hashes=HASHES)
+    def removed(self, slot: int, hashes: list[int]) -> None:
+        self.index.removed(slot, hashes)
         for block_hash in hashes:
-            self.held.get(seat, {}).pop(block_hash, None)
+            self.held.get(slot, {}).pop(block_hash, None)
 
-    @rule(seat=SEATS)
-    def forget(self, seat: int) -> None:
-        self.index.forget(seat)
-        self.held.pop(seat, None)
-        self.guesses.pop(seat, None)
-        self.speaks.discard(seat)
+    @rule(slot=SEATS)
+    def forget(self, slot: int) -> None:
+        self.index.forget(slot)
+        self.held.pop(slot, None)
+        self.guesses.pop(slot, None)
+        self.speaks.discard(slot)
 
     @rule(seconds=st.floats(0, 6))
     def advance(self, seconds: float) -> None:
@@ -93,14 +93,14 @@ class PrefixIndexModel(RuleBasedStateMachine):
         for mine in self.held.values():
             for block_hash in [h for h, until in mine.items() if until <= self.now]:
                 del mine[block_hash]
-        self.guesses = {seat: [g for g in some if g[0] > self.now] for seat, some in self.guesses.items()}
+        self.guesses = {slot: [g for g in some if g[0] > self.now] for slot, some in self.guesses.items()}
 
     @rule(hashes=HASHES)
     def runs(self, hashes: list[int]) -> None:
-        want = {seat: depth for seat, mine in self.held.items() if (depth := run_length(mine, hashes))}
+        want = {slot: depth for slot, mine in self.held.items() if (depth := run_length(mine, hashes))}
         assert hits(self.index, hashes) == want
-        for seat in self.held:
-            assert self.index.depth(seat, hashes) == want.get(seat, 0)
+        for slot in self.held:
+            assert self.index.depth(slot, hashes) == want.get(slot, 0)
 
     @invariant()
     def consistent(self) -> None:

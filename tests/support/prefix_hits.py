@@ -8,14 +8,14 @@ from controller.policies.prefix_index import PrefixIndex
 
 
 def hits(index: PrefixIndex, hashes: Sequence[int]) -> dict[int, int]:
-    """For each seat that holds some of the beginning of `hashes`, how many leading blocks of it, by `index.runs`."""
+    """For each slot that holds some of the beginning of `hashes`, how many leading blocks of it, by `index.runs`."""
     found: dict[int, int] = {}
     depths, last = [], -1
     for depth, ranks in index.runs(hashes):
         assert ranks & last == ranks != 0, "the ranks of a longer run are among those of a shorter one"
         depths.append(depth)
         last = ranks
-        found |= {seat: depth for seat in range(ranks.bit_length()) if ranks >> seat & 1}
+        found |= {slot: depth for slot in range(ranks.bit_length()) if ranks >> slot & 1}
     assert depths == sorted(depths)
     return found
 

@@ -142,16 +142,16 @@ def test_the_controller_learns_from_its_own_dispatches_and_forgets_a_restarted_r
     world.submit(aware_submit("a"))
     first = world.dispatches()[0].dp_rank
 
-    def seat(dp_rank: int) -> int:
-        return int(world.core.table.ranks[("u", dp_rank)].seat)
+    def slot(dp_rank: int) -> int:
+        return int(world.core.table.ranks[("u", dp_rank)].slot)
 
     world.progress(nodes[first], started=world.dispatches(), ended=world.dispatches())
     world.report(nodes[first], acks=[(EPOCH, 1, len(PROMPT))])  # ingested, done, idle again
     world.submit(aware_submit("b"))
     assert world.dispatches()[1].dp_rank == first  # total_tokens would have rotated
-    assert hits(world.core.prefixes["unified"], HASHES) == {seat(first): len(HASHES)}
+    assert hits(world.core.prefixes["unified"], HASHES) == {slot(first): len(HASHES)}
     world.join(hello("u", first, epoch=2, **BIG))  # type: ignore[arg-type]
-    assert seat(first) not in hits(world.core.prefixes["unified"], HASHES)
+    assert slot(first) not in hits(world.core.prefixes["unified"], HASHES)
     assert world.core.tally()["prefix_blocks"] == len(HASHES)  # the second went to the other rank
 
 
@@ -193,7 +193,7 @@ def test_the_callers_rank_is_learned_too() -> None:
     request = submit("a", prompt_tokens=len(PROMPT), block_tokens=SIZE, block_hashes=pack_hashes(HASHES),
                      routed_dp_rank=1)  # fmt: skip
     world.submit(request)
-    assert hits(world.core.prefixes["unified"], HASHES) == {world.rank(node).seat: len(HASHES)}
+    assert hits(world.core.prefixes["unified"], HASHES) == {world.rank(node).slot: len(HASHES)}
 
 
 def test_a_rank_that_is_forgotten_leaves_nothing_in_the_index_whenever_its_events_come() -> None:

@@ -9,7 +9,7 @@ from retained import retained
 from controller.policies.holders import Holders
 from controller.policies.prefix_index import PrefixIndex
 
-A, B, C = 0, 1, 5  # seats
+A, B, C = 0, 1, 5  # slots
 
 
 def test_a_hit_is_the_leading_run() -> None:
@@ -116,9 +116,9 @@ def run_count(index: PrefixIndex) -> int:
 
 def test_what_is_told_block_by_block_is_one_run_once_a_prompt_names_it() -> None:
     index = PrefixIndex()
-    for seat in (A, B):
+    for slot in (A, B):
         for block in PROMPT:
-            index.stored(seat, [block])
+            index.stored(slot, [block])
     assert run_count(index) == len(PROMPT)
     index.expected(A, PROMPT)
     assert run_count(index) == 1
@@ -128,8 +128,8 @@ def test_what_is_told_block_by_block_is_one_run_once_a_prompt_names_it() -> None
 def test_a_rank_that_gives_up_the_end_of_a_prompt_leaves_two_runs_to_the_others() -> None:
     for step in (1, 5):
         index = PrefixIndex()
-        for seat in (A, B, C):
-            index.stored(seat, PROMPT)
+        for slot in (A, B, C):
+            index.stored(slot, PROMPT)
         for stop in range(len(PROMPT), 32, -step):
             index.removed(A, PROMPT[max(32, stop - step) : stop][::-1])
         assert run_count(index) == 2
