@@ -168,14 +168,14 @@ class Balancer:
     def report(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
         """Apply a rank's report (`LoadTable.take_in`)."""
         if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
-            self.late.heard(rank, load, now)
+            self.late.observe(rank, load, now)
         return self.table.take_in(key, epoch, load, now)
 
     def overwrite(self, rank: RankLoad, load: Load, now: float) -> Load:
         """Apply the load of an engine that acknowledges nothing: all that was sent there counts as ingested. Return the
         load with its number here."""
         self.table.reconnected(rank)
-        rank.engine_tells = True
+        rank.load_from_engine = True
         load = replace(load, seq=rank.load.seq + 1 if rank.load is not None else 1)
         self.table.take_in(rank.key, rank.epoch, load, now)
         return load

@@ -71,7 +71,7 @@ from controller.observe import Regret, Scrapes, rank_status
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from controller.policies.registry import guarded
-from controller.requests.life import Life
+from controller.requests.life import RequestLifecycle
 
 MEASURE_S = 0.5
 SENT_AT_LEAST_S = 1.0
@@ -106,7 +106,7 @@ class ControllerCore:
         self.members = Members(config, epoch, self.balancer, self.health, self.counts)
         self.balancer.settled, self.balancer.young = False, self.health.young(now)
         self.balancer.suspects = self.members.suspects
-        self.life = Life(config, epoch, self.balancer, self.counts, now)
+        self.life = RequestLifecycle(config, epoch, self.balancer, self.counts, now)
         self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
         self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
         self._started_at = now
@@ -218,7 +218,7 @@ class ControllerCore:
     def status(self, id: int, now: float) -> Status:
         """Return everything that an operator may want to see."""
         ranks = tuple(
-            rank_status(rank, self.health.pulses[rank.key], now)
+            rank_status(rank, self.health.liveness[rank.key], now)
             for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])
         )
         methods = {str(role): method for role, method in self.config.methods.items()}
@@ -248,7 +248,7 @@ class ControllerCore:
             "queue_requests": life.queue.requests,
             "queue_bytes": life.queue.bytes,
             "payload_bytes": life.table.payload_bytes,
-            "adoptable": len(life.table.inherited),
+            "adoptable": len(life.table.orphans),
             "prefix_blocks": sum(len(index) for index in self.prefixes.values()),
             "regret_tokens": self.regret.tokens.total(),
             "regret_dispatches": self.regret.dispatches.total(),
@@ -260,9 +260,9 @@ class ControllerCore:
         self.life.validate()
         for role, index in self.prefixes.items():
             index.validate({rank.slot for rank in self.table.ranks.values() if rank.info.role == role})
-        assert set(self.health.pulses) == set(self.table.ranks)
+        assert set(self.health.liveness) == set(self.table.ranks)
         for key, rank in self.table.ranks.items():
-            assert rank.ready == (self.health.pulses[key].state == "ready"), rank
+            assert rank.ready == (self.health.liveness[key].state == "ready"), rank
         self.members.validate()
 
     # --- policies ---------------------------------------------------------------------------------------------
@@ -341,13 +341,13 @@ class ControllerCore:
             rank = self.members.peers.get(peer)
             if rank is not None and rank.epoch == message.epoch:
                 self.life.losses.returned(rank, message.running, out)
-                self.life.table.inherited.bring(rank, now)
+                self.life.table.orphans.register(rank, now)
             return
         rank = self.members.peers.get(peer)
         if rank is None:
             out.append(ToNode(peer, Who()))
             return
-        self.health.heard(rank.key, now)
+        self.health.seen(rank.key, now)
         if isinstance(message, Progress):
             if (message.instance, message.dp_rank) != rank.key or message.epoch != rank.epoch:
                 self.counts["rejected_bad_identity"] += 1
@@ -370,7 +370,7 @@ class ControllerCore:
             if not here or self.members.state(loss.rank) in DEAD:
                 if loss.rank.follower is not None:
                     loss.rank.follower.missed = True  # should the same start come back
-                self.life.table.inherited.forget(loss.rank)
+                self.life.table.orphans.forget(loss.rank)
             self.life.losses.lost(loss, now, out)
 
     # --- from the bus -----------------------------------------------------------------------------------------
@@ -385,10 +385,10 @@ class ControllerCore:
                 self._on_load(message, message.load, now, out)
         elif type(message) is Sent:
             self.table.apply_sent(message, now)
-            self.scrapes.heard(Scraped("controller", message.controller, message.metrics), now)
+            self.scrapes.seen(Scraped("controller", message.controller, message.metrics), now)
         elif type(message) is Beacon:
-            self.scrapes.heard(Scraped("broker", "", message.metrics), now)
-        self.health.bus_heard(now)
+            self.scrapes.seen(Scraped("broker", "", message.metrics), now)
+        self.health.bus_seen(now)
 
     def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
         key = message.instance, message.dp_rank

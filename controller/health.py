@@ -29,14 +29,14 @@ DEAD: frozenset[RankState] = frozenset({"lost", "hung", "gone"})  # what runs th
 
 
 @dataclass(slots=True)
-class Pulse:
+class Liveness:
     """The signs of life of one rank's epoch. Times are seconds of the caller's clock."""
 
     key: MemberKey
     epoch: int
     declared: NodeState
     known: bool  # its load is known: it reported, or it said hello with nothing running
-    said_hello_at: float
+    hello_at: float
     last_seen_at: float
     reported_at: float
     interval_s: float = 0.0  # within which it says that it will publish again
@@ -67,7 +67,7 @@ class Change:
 
 
 class Health:
-    """The health of all ranks. It takes signs of life (`hello`, `heard`, `moved`, `report`, ...) and gives verdicts
+    """The health of all ranks. It takes signs of life (`hello`, `seen`, `moved`, `report`, ...) and gives verdicts
     (`assess`, `sweep`)."""
 
     def __init__(self, *, lease_s: float, hang_s: float, settle_s: float, now: float) -> None:
@@ -83,49 +83,49 @@ class Health:
         self._bus_since = now  # without a pause
         self.loads_at = now  # it last carried the load of a rank that is here
         self._swept_at = now
-        self.pulses: dict[MemberKey, Pulse] = {}
+        self.liveness: dict[MemberKey, Liveness] = {}
 
     # --- signs ------------------------------------------------------------------------------------------------
 
-    def hello(self, key: MemberKey, epoch: int, declared: NodeState, *, idle: bool, now: float) -> Pulse:
+    def hello(self, key: MemberKey, epoch: int, declared: NodeState, *, idle: bool, now: float) -> Liveness:
         """Record that a node introduced or restated itself."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is None or pulse.epoch != epoch:
-            pulse = self.pulses[key] = Pulse(key, epoch, declared, idle, now, now, now, step_at=now, state_at=now)
+            pulse = self.liveness[key] = Liveness(key, epoch, declared, idle, now, now, now, step_at=now, state_at=now)
         pulse.declared = declared
         pulse.last_seen_at = now
         pulse.cut_at = None
         return pulse
 
-    def heard(self, key: MemberKey, now: float) -> None:
+    def seen(self, key: MemberKey, now: float) -> None:
         """Record that anything came over the rank's connection."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is not None:
             pulse.last_seen_at = now
 
     def moved(self, key: MemberKey, step: int, busy: bool, now: float) -> None:
         """Record the step counter from a pong or a report. These overtake each other, so only a rise counts as
         movement."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is not None:
             pulse.moved(step, busy, now)
 
     def set_back(self, key: MemberKey) -> None:
         """Drop what was recorded of the rank's steps: another peer had sent it."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is not None:
             pulse.step = -1
 
     def report(self, key: MemberKey, load: Load, now: float, interval_s: float = 0.0) -> None:
         """Record a load report over the bus; the next one comes within `interval_s`, if the rank stated it."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is not None:
             pulse.reported_at = now
             pulse.known = True
             pulse.interval_s = interval_s
             pulse.moved(load.step, load.running > 0, now)
 
-    def bus_heard(self, now: float) -> None:
+    def bus_seen(self, now: float) -> None:
         """Record that the bus carried a message of any rank."""
         if now - self._bus_at > self._pause_s:
             self._bus_since = now  # it was away: what the ranks said meanwhile is lost, and not their fault
@@ -133,28 +133,28 @@ class Health:
 
     def unreachable(self, key: MemberKey, now: float) -> None:
         """Record that the rank's connection is gone."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is not None and pulse.cut_at is None:
             pulse.cut_at = now
 
     def drain(self, key: MemberKey) -> None:
         """Record that an operator wants the rank to take nothing new."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is not None:
             pulse.drain = True
 
     def bye(self, key: MemberKey) -> None:
         """Record the rank's goodbye."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is not None:
             pulse.declared = "gone"
 
     def forget(self, key: MemberKey) -> None:
-        self.pulses.pop(key, None)
+        self.liveness.pop(key, None)
 
     # --- verdicts ---------------------------------------------------------------------------------------------
 
-    def state(self, pulse: Pulse, now: float) -> RankState:
+    def state(self, pulse: Liveness, now: float) -> RankState:
         """Return the verdict on one rank; the worst sign decides."""
         if pulse.declared == "gone":
             return "gone"
@@ -170,13 +170,13 @@ class Health:
         allowed_s = max(self._lease_s, SILENT_INTERVALS * pulse.interval_s)
         if self.loads_at - max(pulse.reported_at, self._bus_since) > allowed_s >= now - self.loads_at:
             return "silent"
-        if pulse.declared == "starting" or not (pulse.known or now - pulse.said_hello_at > self._lease_s):
+        if pulse.declared == "starting" or not (pulse.known or now - pulse.hello_at > self._lease_s):
             return "starting"
         return "ready"
 
     def assess(self, key: MemberKey, now: float) -> Change | None:
         """Return the change of one rank's state since the last verdict, if any."""
-        pulse = self.pulses.get(key)
+        pulse = self.liveness.get(key)
         if pulse is None:
             return None
         state = self.state(pulse, now)
@@ -192,18 +192,18 @@ class Health:
         away_s, self._swept_at = now - self._swept_at, now
         if away_s > self._pause_s:
             self._woke_at = now
-            for pulse in self.pulses.values():
+            for pulse in self.liveness.values():
                 pulse.last_seen_at = min(now, pulse.last_seen_at + away_s)
                 pulse.step_at = min(now, pulse.step_at + away_s)
-        return [change for key in list(self.pulses) if (change := self.assess(key, now))]
+        return [change for key in list(self.liveness) if (change := self.assess(key, now))]
 
-    def may_return(self, pulse: Pulse, now: float) -> bool:
+    def may_return(self, pulse: Liveness, now: float) -> bool:
         """Return true if a rank without a connection may still say hello over another one before its work is given
         up."""
         since = pulse.cut_at
         return since is not None and now < max(since + self._moment_s, self._woke_at + self._lease_s)
 
-    def is_dead(self, pulse: Pulse, now: float) -> bool:
+    def is_dead(self, pulse: Liveness, now: float) -> bool:
         """Return true if a rank without a connection has not said hello within its lease."""
         since = pulse.cut_at
         return since is not None and now >= max(since, self._woke_at) + self._lease_s
@@ -218,10 +218,10 @@ class Health:
         known rank still owes a report; after a lease in any case. Once settled, it stays settled."""
         if not self._settled:
             age_s = now - self._started_at
-            waiting = any(not pulse.known for pulse in self.pulses.values())
+            waiting = any(not pulse.known for pulse in self.liveness.values())
             self._settled = age_s >= self._lease_s or (age_s >= self._settle_s and not waiting)
         return self._settled
 
     def quiet_s(self, key: MemberKey, now: float) -> float:
         """Return how long the rank's connection has carried nothing, in seconds."""
-        return now - self.pulses[key].last_seen_at
+        return now - self.liveness[key].last_seen_at

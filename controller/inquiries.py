@@ -24,7 +24,7 @@ from bus.wire.messages import (
 from controller.events import Action, ToClient, ToNode
 from controller.load.rank import RankLoad
 from controller.members import Members
-from controller.requests.life import Life
+from controller.requests.life import RequestLifecycle
 from controller.requests.record import RequestRecord, ranks_of, record_of, trace_events_of
 
 WAIT_S = 1.0  # for ranks to answer
@@ -48,7 +48,7 @@ class _Inquiry:
 class Inquiries:
     """The open questions. `wall_s` turns the core's clock into seconds since 1970."""
 
-    def __init__(self, name: str, members: Members, life: Life, wall_s: float) -> None:
+    def __init__(self, name: str, members: Members, life: RequestLifecycle, wall_s: float) -> None:
         self._name = name
         self._members = members
         self._life = life

@@ -22,23 +22,23 @@ class LateBinding:
     def __init__(self, late_tokens: int, tpot_slo_s: float = 0.0) -> None:
         self._late_tokens = late_tokens
         self._tpot_slo_s = tpot_slo_s  # of requests that name none; 0: none
-        self._paces: dict[tuple[Role, Model], Pace] = {}
-        self._steps: dict[Model, StepTime] = {}  # of decode ranks
+        self._prefill_rates: dict[tuple[Role, Model], PrefillRate] = {}
+        self._step_models: dict[Model, DecodeStepModel] = {}  # of decode ranks
         self.held_by_wish = False  # what was placed last waits for its own wish, and for nothing else
 
     def reconfigure(self, late_tokens: int, tpot_slo_s: float) -> None:
         self._late_tokens, self._tpot_slo_s = late_tokens, tpot_slo_s
 
-    def heard(self, rank: RankLoad, load: Load, now: float) -> None:
+    def observe(self, rank: RankLoad, load: Load, now: float) -> None:
         """Learn from `load`, which is about to replace the rank's last report."""
         if rank.load is not None and rank.reported_at is not None and load.seq > rank.load.seq:
             role, model = rank.info.role, rank.info.model
             known = (
-                self._steps.setdefault(model, StepTime())
+                self._step_models.setdefault(model, DecodeStepModel())
                 if role == "decode"
-                else self._paces.setdefault((role, model), Pace())
+                else self._prefill_rates.setdefault((role, model), PrefillRate())
             )
-            known.heard(rank.load, load, now - rank.reported_at)
+            known.observe(rank.load, load, now - rank.reported_at)
 
     def open(self, rank: RankLoad | None) -> bool:
         """Return true if the rank has almost nothing queued."""
@@ -49,7 +49,7 @@ class LateBinding:
         0 without a rank, and before anything was computed."""
         if rank is None:
             return 0.0
-        pace = self._paces.get((rank.info.role, rank.info.model))
+        pace = self._prefill_rates.get((rank.info.role, rank.info.model))
         return 0.0 if pace is None else (queued_tokens(rank) + work) * pace.s_per_token
 
     def decoding(self, view: View, rank: RankLoad | None, submit: Submit) -> RankLoad | None:
@@ -59,8 +59,8 @@ class LateBinding:
         ours_s, slo_s, tokens = self._tpot_slo_s, submit.tpot_slo_s or self._tpot_slo_s, submit.prompt_tokens
         if rank is None or not slo_s:
             return rank
-        if submit.tpot_slo_s and rank.info.model in self._steps:
-            slo_s = max(slo_s, self._steps[rank.info.model].of(1, tokens))
+        if submit.tpot_slo_s and rank.info.model in self._step_models:
+            slo_s = max(slo_s, self._step_models[rank.info.model].of(1, tokens))
         steps_s = []
         for each in (rank, view.least(Metric.TOKENS)):
             if each is not None:
@@ -73,13 +73,13 @@ class LateBinding:
     def _step_s(self, rank: RankLoad, tokens: int) -> float:
         """Return the seconds of a step of `rank` with one more request that holds `tokens`, and with all that are on
         their way there; 0 where nothing is known, and for an idle rank."""
-        steps = self._steps.get(rank.info.model)
+        steps = self._step_models.get(rank.info.model)
         if steps is None or not rank.requests:
             return 0.0
         return steps.of(rank.requests + 1, rank.tokens + tokens)
 
 
-class Pace:
+class PrefillRate:
     """The seconds of a rank's time for each prompt token that it computes, from several reports; recent ones count
     most."""
 
@@ -88,7 +88,7 @@ class Pace:
         self._tokens = 0.0
         self._busy_s = 0.0
 
-    def heard(self, last: Load, load: Load, elapsed_s: float) -> None:
+    def observe(self, last: Load, load: Load, elapsed_s: float) -> None:
         """Learn from the work of one rank between two reports. Where it does not state its busy time, the time with
         waiting prompts counts."""
         tokens = _computed(last, load)
@@ -105,7 +105,7 @@ class Pace:
             self.s_per_token = self._busy_s / self._tokens
 
 
-class StepTime:
+class DecodeStepModel:
     """The seconds of a decode step as a linear function of its requests and their tokens, fitted to the reports by
     least squares; recent ones count most."""
 
@@ -113,7 +113,7 @@ class StepTime:
         self._sums = [[0.0] * 4 for _ in range(3)]  # of products of 1, requests, tokens (scaled), and seconds
         self._plane: tuple[float, ...] | None = None  # from the sums, until they change
 
-    def heard(self, last: Load, load: Load, elapsed_s: float) -> None:
+    def observe(self, last: Load, load: Load, elapsed_s: float) -> None:
         """Learn from the work of one rank between two reports. Where it does not state its busy time, the time with
         running requests counts."""
         steps = load.step - last.step

@@ -26,13 +26,13 @@ Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks o
 
 
 class Loss(NamedTuple):
-    """All work at `rank` is lost, or the part of it in `work`. With `tell`, it may still run there. `died` is true
+    """All work at `rank` is lost, or the part of it in `work`. With `cancel`, it may still run there. `died` is true
     if the rank itself is gone, possibly because of one of the requests; None: not known yet."""
 
     rank: RankLoad
     why: str
     work: Mapping[Rid, Any] | None = None
-    tell: bool = False
+    cancel: bool = False
     died: bool | None = True
 
 
@@ -131,8 +131,8 @@ class Members:
         """Ask the rank whether it lives and how many steps it has made, since another peer may have published in its
         name. Where KV events were missed, also ask it to name its cached blocks again. Return the ping's number."""
         self._pings += 1
-        seq = 0 if rank.load is None or rank.engine_tells else rank.load.seq
-        rank.asked = Asked(self._pings, seq, self._health.pulses[rank.key].step, now)
+        seq = 0 if rank.load is None or rank.load_from_engine else rank.load.seq
+        rank.asked = Asked(self._pings, seq, self._health.liveness[rank.key].step, now)
         follower = rank.follower
         restate = follower is not None and follower.missed and self.state(rank) not in DEAD
         if follower is not None and restate:
@@ -150,7 +150,7 @@ class Members:
         if asked is not None and pong.n == asked.n:
             rank.asked = None
             if pong.at_us:
-                rank.clock.heard(asked.at, now, pong.at_us)
+                rank.clock.add(asked.at, now, pong.at_us)
             if 0 < pong.load_seq < asked.load_seq:
                 self._table.disbelieve(rank)
             if pong.load_seq and pong.step < asked.step:
@@ -179,7 +179,7 @@ class Members:
 
     def give_up(self, now: float, out: list[Action]) -> list[Loss]:
         """Give up the ranks whose connections have been gone for a moment: all that ran there is lost."""
-        gone = [rank for rank in self.suspects if not self._health.may_return(self._health.pulses[rank.key], now)]
+        gone = [rank for rank in self.suspects if not self._health.may_return(self._health.liveness[rank.key], now)]
         losses = []
         for rank in gone:
             loss = self.assess(rank, now, out, "unreachable")  # one that drained is lost by now
@@ -195,7 +195,7 @@ class Members:
         """Act on all ranks whose state time has changed. Forget those gone for long (also a `Loss`: everyone that
         keeps something of a rank must drop it)."""
         losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, now, out, "time"))]
-        for rank in [rank for rank in self._unclear if self._health.is_dead(self._health.pulses[rank.key], now)]:
+        for rank in [rank for rank in self._unclear if self._health.is_dead(self._health.liveness[rank.key], now)]:
             del self._unclear[rank]
             losses.append(Loss(rank, "it did not come back", {}))
         for rank in list(self._table.ranks.values()):
@@ -210,7 +210,7 @@ class Members:
 
     def state(self, rank: RankLoad) -> RankState:
         """Return the verdict in force."""
-        return self._health.pulses[rank.key].state
+        return self._health.liveness[rank.key].state
 
     def validate(self) -> None:
         """Check that connections and counts agree with the ranks (for tests)."""
@@ -236,7 +236,7 @@ class Members:
 
     def _act(self, change: Change, now: float, out: list[Action], sign: str) -> Loss | None:
         rank = self._table.ranks[change.key]
-        pulse = self._health.pulses[change.key]
+        pulse = self._health.liveness[change.key]
         self._table.set_ready(rank, change.new == "ready", slow=pulse.returning)
         self.wanted.changed(rank, change.new)
         level = "warning" if change.new in ("lost", "hung", "silent") else "info"
@@ -264,7 +264,7 @@ class Members:
         if died is None:
             self._unclear[rank] = None
         may_run = state != "gone" and died is not None
-        return Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is {state}", tell=may_run, died=died)
+        return Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is {state}", cancel=may_run, died=died)
 
     def _let_go(self, rank: RankLoad) -> None:
         """Expect nothing more of a rank than what it has already reported."""

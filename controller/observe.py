@@ -18,7 +18,7 @@ from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
 from bus.wire.codes import Code
 from bus.wire.messages import MAX_ROOM, MemberKey, RankStatus, Role, Scraped, WantedRole
-from controller.health import Pulse
+from controller.health import Liveness
 from controller.load.rank import RankLoad
 
 ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
@@ -34,7 +34,7 @@ SCRAPED_MAX = 63
 SCRAPED_S = 600.0  # long enough to see that one is down
 
 
-def rank_status(rank: RankLoad, pulse: Pulse, now: float) -> RankStatus:
+def rank_status(rank: RankLoad, pulse: Liveness, now: float) -> RankStatus:
     """Return the status of one rank as this controller knows it at `now`. Counts are cut to what a message may hold."""
     info = rank.info
     return RankStatus(
@@ -58,7 +58,7 @@ def rank_status(rank: RankLoad, pulse: Pulse, now: float) -> RankStatus:
         failed_total=rank.failed_total,
         block_tokens=info.block_tokens,
         state_age_s=max(0.0, now - pulse.state_at),
-        epoch_age_s=max(0.0, now - pulse.said_hello_at),
+        epoch_age_s=max(0.0, now - pulse.hello_at),
         restarts=rank.restarts,
         ttft_counts=trimmed(rank.latencies.ttft.buckets),
         tpot_counts=trimmed(rank.latencies.tpot.buckets),
@@ -77,7 +77,7 @@ def probe(ranks: Iterable[RankLoad], now: float) -> None:
 def collect(
     tally: dict[str, int],
     ranks: Collection[RankLoad],
-    pulses: Mapping[MemberKey, Pulse],
+    liveness: Mapping[MemberKey, Liveness],
     methods: Mapping[Role, str],
     regret: Regret,
     now: float,
@@ -129,7 +129,7 @@ def collect(
             "pdbus_controller_rank_state",
             "1, with the state it is in",
             "gauge",
-            [Sample(1, _labels(rank) | {"state": pulses[rank.key].state}) for rank in ranks],
+            [Sample(1, _labels(rank) | {"state": liveness[rank.key].state}) for rank in ranks],
         ),
         _gauge("ready", "1 when it may be dispatched to", ranks, [int(rank.ready) for rank in ranks]),
         _gauge(
@@ -184,22 +184,22 @@ class Scrapes:
 
     def __init__(self, own: Scraped) -> None:
         self._own = own
-        self._heard: dict[tuple[str, str], tuple[Scraped, float]] = {}
+        self._seen: dict[tuple[str, str], tuple[Scraped, float]] = {}
 
-    def heard(self, scraped: Scraped, now: float) -> None:
+    def seen(self, scraped: Scraped, now: float) -> None:
         key = scraped.part, scraped.name
         if scraped.metrics and key != (self._own.part, self._own.name):
-            if key in self._heard or len(self._heard) < SCRAPED_MAX:
-                self._heard[key] = scraped, now
+            if key in self._seen or len(self._seen) < SCRAPED_MAX:
+                self._seen[key] = scraped, now
         else:
-            self._heard.pop(key, None)
+            self._seen.pop(key, None)
 
     def known(self, now: float) -> tuple[Scraped, ...]:
         """Return the parts seen lately, in order. A part that is gone for longer is no target any more."""
-        for key, (_, at) in list(self._heard.items()):
+        for key, (_, at) in list(self._seen.items()):
             if now - at > SCRAPED_S:
-                del self._heard[key]
-        others = [scraped for _, (scraped, _) in sorted(self._heard.items())]
+                del self._seen[key]
+        others = [scraped for _, (scraped, _) in sorted(self._seen.items())]
         return (*others, self._own) if self._own.metrics else tuple(others)
 
 

@@ -207,7 +207,7 @@ class Controller(Service):
 
     def _export(self, record: RequestRecord) -> None:
         if self._spans is not None:
-            self._spans.add(record, lambda told: span_of(told, self.wall_s))
+            self._spans.add(record, lambda over: span_of(over, self.wall_s))
 
     def _gather(self) -> Sequence[Metric]:
         core, now = self.core, self.loop.clock()
@@ -221,7 +221,7 @@ class Controller(Service):
             self._sockets.refused,
         )
         return *collect(
-            core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now, core.wanted
+            core.tally(), ranks, core.health.liveness, self.config.methods, core.regret, now, core.wanted
         ), refused
 
     def _targets(self) -> list[dict[str, Any]]:

@@ -23,12 +23,12 @@ class TwoChoices(PrefixPolicy):
         candidates = list(view)
         some = self._rng.sample(candidates, min(2, len(candidates)))
         cached = {}  # tokens of this prompt, by slot
-        same_block_size = view.same_block_size(request.block_tokens)
+        usable = view.same_block_size(request.block_tokens)
         for depth, slots in self.prefixes.runs(unpack_hashes(request.block_hashes)):
-            holder = view.least_loaded(slots & same_block_size)
+            holder = view.least_loaded(slots & usable)
             if holder is not None:
                 some.append(holder)
-            cached |= {rank.slot: depth * request.block_tokens for rank in some if slots & same_block_size & 1 << rank.slot}
+            cached |= {rank.slot: depth * request.block_tokens for rank in some if slots & usable & 1 << rank.slot}
 
         def cost(rank):
             return rank.tokens + self._weight * (tokens - cached.get(rank.slot, 0)), rank.last_turn

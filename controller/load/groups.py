@@ -95,8 +95,19 @@ class Group:
     """All ranks of a role, of one model and instance where these are named."""
 
     __slots__ = (
-        "_same_block_size", "_facts", "_free", "_indexes", "_instances", "_leaves", "_by_slot", "_slot_keys", "instance", "members",
-        "model", "ready", "role",
+        "_by_slot",
+        "_facts",
+        "_free",
+        "_indexes",
+        "_instances",
+        "_leaves",
+        "_same_block_size",
+        "_slot_keys",
+        "instance",
+        "members",
+        "model",
+        "ready",
+        "role",
     )  # fmt: skip
 
     def __init__(self, role: Role, model: str, instance: str) -> None:

@@ -34,18 +34,18 @@ class Clock:
     read its clock half way between a ping and its pong, and the shortest of the last round trips gives the best
     value."""
 
-    __slots__ = ("_heard",)
+    __slots__ = ("_samples",)
 
     def __init__(self) -> None:
-        self._heard: deque[tuple[float, float]] = deque(maxlen=8)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=8)
 
-    def heard(self, sent_at: float, now: float, at_us: int) -> None:
-        self._heard.append((now - sent_at, at_us / 1e6 - (sent_at + now) / 2))
+    def add(self, sent_at: float, now: float, at_us: int) -> None:
+        self._samples.append((now - sent_at, at_us / 1e6 - (sent_at + now) / 2))
 
     @property
     def best(self) -> tuple[float, float] | None:
         """The shortest round trip, and the rank's clock minus the controller's, in seconds; None: unknown."""
-        return min(self._heard) if self._heard else None
+        return min(self._samples) if self._samples else None
 
 
 class Latencies:
@@ -82,7 +82,6 @@ class RankLoad:
         "clock",
         "counts_queue_only",
         "dispatched_before",
-        "engine_tells",
         "epoch",
         "failed_total",
         "follower",
@@ -99,6 +98,7 @@ class RankLoad:
         "limit_requests",
         "limit_tokens",
         "load",
+        "load_from_engine",
         "location",
         "newly_acked",
         "newly_acked_tokens",
@@ -117,11 +117,11 @@ class RankLoad:
         "requests",
         "restarts",
         "routed_total",
-        "slot",
         "sent",
         "sent_tokens",
         "skew",
         "skew_tokens",
+        "slot",
         "slow",
         "stale",
         "tokens",
@@ -143,7 +143,7 @@ class RankLoad:
         self.load: Load | None = None
         self.reported_at: float | None = None
         self.stale = True
-        self.engine_tells = False  # it was not published by the rank, but read from its engine
+        self.load_from_engine = False  # it was not published by the rank, but read from its engine
         self.interval_s = 0.0  # it declares to report at least this often; 0: it has not said
         self.counts_queue_only = info.role == "prefill"  # its KV tokens cost no time
         self.base_requests = 0

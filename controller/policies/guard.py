@@ -37,7 +37,7 @@ class Guard(Policy):
         try:
             rank = self.policy.pick(view, request, tokens)
         except FAULTS as error:
-            self._on_fault("pick", story(error))
+            self._on_fault("pick", one_line(error))
         else:
             if isinstance(rank, RankLoad) and (rank.candidate or (self.fixed and rank.ready)) and view.has(rank):
                 return rank
@@ -52,42 +52,42 @@ class Guard(Policy):
         try:
             return max(1, int(self.policy.work(request)))
         except FAULTS as error:
-            self._on_fault("work", story(error))
+            self._on_fault("work", one_line(error))
             return request.prompt_tokens
 
     def charge(self, rank: RankLoad, request: Submit) -> int:
         try:
             return max(0, min(int(self.policy.charge(rank, request)), request.prompt_tokens))
         except FAULTS as error:
-            self._on_fault("charge", story(error))
+            self._on_fault("charge", one_line(error))
             return request.prompt_tokens
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
-        self._tell("dispatched", rank, request, now)
+        self._notify("dispatched", rank, request, now)
 
     def ended(self, rank: RankLoad, request: Submit, end: Ended | None, took_s: float) -> None:
-        self._tell("ended", rank, request, end, took_s)
+        self._notify("ended", rank, request, end, took_s)
 
     def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
-        self._tell("stored", rank, hashes)
+        self._notify("stored", rank, hashes)
 
     def removed(self, rank: RankLoad, hashes: Sequence[int]) -> None:
-        self._tell("removed", rank, hashes)
+        self._notify("removed", rank, hashes)
 
     def forgotten(self, rank: RankLoad) -> None:
-        self._tell("forgotten", rank)
+        self._notify("forgotten", rank)
 
     def tick(self, now: float) -> None:
-        self._tell("tick", now)
+        self._notify("tick", now)
 
-    def _tell(self, hook: str, *arguments: Any) -> None:
+    def _notify(self, hook: str, *arguments: Any) -> None:
         try:
             getattr(self.policy, hook)(*arguments)
         except FAULTS as error:
-            self._on_fault(hook, story(error))
+            self._on_fault(hook, one_line(error))
 
 
-def story(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return an exception in one line: its type and text, and the file and line that raised it."""
     what = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
     frames = list(traceback.walk_tb(error.__traceback__))  # what extracts them reads the sources, too

@@ -75,7 +75,7 @@ class CacheAware(PrefixPolicy):
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         best = view.least(Metric.TOKENS)
         size = request.block_tokens
-        if best is None or not request.block_hashes or not (same_block_size := view.same_block_size(size)):
+        if best is None or not request.block_hashes or not (usable := view.same_block_size(size)):
             return best
         hashes, weight = unpack_hashes(request.block_hashes), self.weight
         compute = max(1, request.prompt_tokens)
@@ -85,7 +85,7 @@ class CacheAware(PrefixPolicy):
         before = 0
         for depth, ranks in self.prefixes.runs(hashes):
             if ranks != before:
-                before, holders = ranks, ranks & same_block_size
+                before, holders = ranks, ranks & usable
                 rank = best if holders >> best.slot & 1 else view.least_loaded(holders)
             if rank is None:  # none of them is a candidate
                 break

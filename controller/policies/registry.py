@@ -21,7 +21,7 @@ from bus.errors import ConfigError
 from bus.runtime.logs import get_logger
 from bus.wire.messages import Role
 from controller.policies.base import Policy, PolicySettings
-from controller.policies.guard import FAULTS, Guard, OnFault, fail_on, story
+from controller.policies.guard import FAULTS, Guard, OnFault, fail_on, one_line
 from controller.policies.methods import CacheAware, FollowBootstrapRoom, RoundRobin, TotalRequests, TotalTokens
 
 Factory: TypeAlias = Callable[[PolicySettings], Policy]
@@ -83,7 +83,7 @@ def make_policy(method: str, settings: PolicySettings | None = None, on_fault: O
     except ConfigError:
         raise
     except FAULTS as error:
-        raise ConfigError(f"{method} could not be made with its settings: {story(error)}") from error
+        raise ConfigError(f"{method} could not be made with its settings: {one_line(error)}") from error
     return guarded(policy, method, on_fault or fail_on(method))
 
 

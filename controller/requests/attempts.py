@@ -53,8 +53,8 @@ class Attempts:
         Refusal where waiting does not help."""
         held = None
         if not request.tries and self._balancer.settled:
-            held = self._table.inherited.of(request.rid, request.client)
-            if held and self._adopt(request, held, now, out):
+            held = self._table.orphans.of(request.rid, request.client)
+            if held and self._adopt_orphans(request, held, now, out):
                 return True
         queue = self._table.queue
         in_turn: Callable[[str], bool] | None = None
@@ -77,7 +77,7 @@ class Attempts:
         waiting request goes before it."""
         request.model = model
         if held:
-            self._disown(request, out)
+            self._fence_orphans(request, out)
         queue = self._table.queue
         return request.lane is not None or not queue.waits(self.lane(request), competing=self.by_tick)
 
@@ -164,7 +164,7 @@ class Attempts:
         rank = next(iter(group.instances())).get(submit.disagg_prefill_dp_rank)
         return rank.location if rank is not None and rank.ready else None
 
-    def _adopt(self, request: Request, held: list[HeldLeg], now: float, out: list[Action]) -> bool:
+    def _adopt_orphans(self, request: Request, held: list[HeldLeg], now: float, out: list[Action]) -> bool:
         """Take over a request that nodes still run from before my restart: it goes on there in its newest attempt,
         so that it does not run twice. Not if it is something else: a newer attempt, or one that its legs' ranks
         could not have got. Their load is not charged here: they need not have reported it."""
@@ -178,23 +178,23 @@ class Attempts:
         model = legs[-1][1].info.model
         if not all(rank.info.model == model and self._balancer.may_run(role, submit, rank) for role, rank in legs):
             return False
-        self._end_inherited(request, out, [rank for _, rank in legs])
+        self._end_orphans(request, out, [rank for _, rank in legs])
         self._counts["adopted"] += 1
         request.attempt, request.model, request.came_at = attempt, model, inf
         request.step("dispatched")
         self._dispatch(request, self._balancer.place(submit, now, model, at=legs).legs, now, out)
         return True
 
-    def _disown(self, request: Request, out: list[Action]) -> None:
+    def _fence_orphans(self, request: Request, out: list[Action]) -> None:
         """Give up what nodes still run of the request: it runs again, under a higher attempt."""
-        newest = self._end_inherited(request, out)
+        newest = self._end_orphans(request, out)
         request.attempt = max(request.attempt, min(newest + 1, MAX_ATTEMPT))
 
-    def _end_inherited(self, request: Request, out: list[Action], but_at: Sequence[RankLoad] = ()) -> Attempt:
+    def _end_orphans(self, request: Request, out: list[Action], but_at: Sequence[RankLoad] = ()) -> Attempt:
         """End what runs of the request, except at these ranks, unless it is another key's. Return the newest
         attempt."""
         newest, room = 0, request.submit.bootstrap_room
-        for leg in self._table.inherited.take(request.rid, request.client):
+        for leg in self._table.orphans.claim(request.rid, request.client):
             newest = max(newest, leg.attempt)
             if leg.rank not in but_at:
                 cancel = CancelLeg(request.rid, leg.attempt, "fenced", client=request.client, room=room)

@@ -50,13 +50,13 @@ from controller.requests.slos import SloClasses
 from controller.requests.table import RequestTable
 
 # Failures are logged with their rid at the severity of their code. Lines at `info`, those of retries among them, are at
-# most TOLD_MAX between two calls of `measure`, since clients can cause any number; `debug` is for `trace` alone.
-TOLD_MAX = 10
+# most LOGGED_MAX between two calls of `measure`, since clients can cause any number; `debug` is for `trace` alone.
+LOGGED_MAX = 10
 WISH_S = 5.0
 TOO_LATE = "its first token can no longer come in time"
 
 
-class Life:
+class RequestLifecycle:
     """The live requests by rid, at the ranks of `balancer`."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Life:
         self._counts = counts
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
-        self._told = self._untold = 0  # log lines since the last measure
+        self._logged = self._not_logged = 0  # log lines since the last measure
         self.table = RequestTable(config, now)
         self._balancer = balancer
         self._attempts = Attempts(epoch, self.table, balancer, counts)
@@ -160,7 +160,7 @@ class Life:
         already, and one of another room is not meant: no answer."""
         rid, room = cancel.rid, cancel.room
         client = "" if may(peer, "admins") else key_of(peer)
-        for leg in self.table.inherited.take(rid, client or None):
+        for leg in self.table.orphans.claim(rid, client or None):
             out.append(ToNode(leg.rank.peer, CancelLeg(rid, leg.attempt, client=client, room=room)))
         request = self.requests.get(rid)
         if request is not None and (room is None or request.submit.bootstrap_room in (None, room)):
@@ -250,9 +250,9 @@ class Life:
     def measure(self, interval_s: float, out: list[Action]) -> None:
         """Measure, each `interval_s`, how fast requests end, for retry hints; and log how many failures were not
         logged."""
-        if self._untold:
-            out.append(Note("request.lines_left_out", fields={"count": self._untold}))
-        self._told = self._untold = 0
+        if self._not_logged:
+            out.append(Note("request.lines_left_out", fields={"count": self._not_logged}))
+        self._logged = self._not_logged = 0
         self._ends_s += 0.3 * (self._ends / interval_s - self._ends_s)
         self._ends = 0
 
@@ -380,7 +380,7 @@ class Life:
         """Run the next attempt, at other ranks if there are any. If no rank can take it, the request fails as its
         leg did."""
         rank = f"{failed.rank.key[0]}/{failed.rank.key[1]}"
-        self._tell("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
+        self._log("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
         self._attempts.withdraw(request, "fenced", out)
         retried = (now, "retried", request.attempt, failed.role, f"{rank}: {code}: {sentence}")
         request.past = (*record_of(request).events, retried)
@@ -426,14 +426,14 @@ class Life:
         failed = Failed(rid, attempt, code, sentence[:1024], is_retryable(code), self.retry_after_s(code))
         out.append(ToClient(peer, failed))
         level = MEANINGS[code].severity
-        self._tell("request.failed", level, about | {"code": code, "why": sentence}, out)
+        self._log("request.failed", level, about | {"code": code, "why": sentence}, out)
 
-    def _tell(self, event: str, level: str, fields: dict[str, Any], out: list[Action]) -> None:
+    def _log(self, event: str, level: str, fields: dict[str, Any], out: list[Action]) -> None:
         if level == "info" and not self._trace:
-            if self._told >= TOLD_MAX:
-                self._untold += 1
+            if self._logged >= LOGGED_MAX:
+                self._not_logged += 1
                 return
-            self._told += 1
+            self._logged += 1
         if level != "debug" or self._trace:
             out.append(Note(event, level, fields))
 

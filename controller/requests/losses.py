@@ -57,7 +57,7 @@ class Losses:
             if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
                 continue  # it has ended, or is given up already
             self._counts["legs_lost"] += 1
-            if loss.tell:
+            if loss.cancel:
                 room = request.submit.bootstrap_room
                 out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced", room=room)))
             else:

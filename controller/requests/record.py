@@ -84,7 +84,7 @@ def trace_events_of(record: RequestRecord, wall_s: float) -> tuple[TraceEvent, .
     last = record.attempt
     first = min((first_at for role, _, _, first_at, _ in record.legs if role != "prefill"), default=inf)
     end = "failed" if record.code != "ok" else "done"
-    told = f"{record.code}: {record.why}" if record.code != "ok" else ""
+    detail = f"{record.code}: {record.why}" if record.code != "ok" else ""
     events: list[EventTuple] = [
         (
             record.came_at,
@@ -95,7 +95,7 @@ def trace_events_of(record: RequestRecord, wall_s: float) -> tuple[TraceEvent, .
         ),
         *record.events,
         (first, "output_reported", last, None, ""),
-        (record.ended_at, end, last, None, told),
+        (record.ended_at, end, last, None, detail),
     ]
     events.sort(key=lambda moment: moment[0])
     return tuple(

@@ -147,8 +147,8 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
     if submit.prompt_tokens < 1:
         raise Refusal("empty_prompt", f"a prompt has at least 1 token, not {submit.prompt_tokens}")
     if submit.offset >= submit.prompt_tokens:
-        said = f"{submit.offset} output tokens leave nothing of {submit.prompt_tokens} for the prompt that they follow"
-        raise Refusal("bad_request", said)
+        why = f"{submit.offset} output tokens leave nothing of {submit.prompt_tokens} for the prompt that they follow"
+        raise Refusal("bad_request", why)
     if submit.max_tokens < 1:
         raise Refusal("bad_request", "max_tokens must be at least 1")
     if len(frames) != 2:
@@ -167,9 +167,9 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
         if room is None:
             raise Refusal("bad_room", f"a {submit.leg} request needs a bootstrap_room")
         places = tuple([(client, room, role) for role in ROLES[submit.leg]])
-    told = submit.disagg_prefill_dp_rank
-    if told is not None and not 0 <= told < MAX_DP_SIZE:
-        raise Refusal("bad_rank", f"disagg_prefill_dp_rank {told} is outside 0..{MAX_DP_SIZE - 1}")
+    chosen = submit.disagg_prefill_dp_rank
+    if chosen is not None and not 0 <= chosen < MAX_DP_SIZE:
+        raise Refusal("bad_rank", f"disagg_prefill_dp_rank {chosen} is outside 0..{MAX_DP_SIZE - 1}")
     request = Request(
         peer,
         client,

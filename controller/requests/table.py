@@ -35,7 +35,7 @@ class HeldLeg(NamedTuple):
 
 class RequestTable:
     """The table. `requests` by rid; `queue` holds those that wait; `payload_bytes` is the sum of all payloads;
-    `inherited` is what nodes still run of a former controller's dispatches; `history` has the last requests that are
+    `orphans` is what nodes still run of a former controller's dispatches; `history` has the last requests that are
     over."""
 
     def __init__(self, config: ControllerConfig, now: float) -> None:
@@ -54,7 +54,7 @@ class RequestTable:
             max_bytes=config.queue_bytes,
             order=ArrivalOrder if config.queue_order == "arrival" else lambda tally: SloOrder(overtake, tally),
         )
-        self.inherited = Inherited(self._due)
+        self.orphans = OrphanedLegs(self._due)
         self.payload_bytes = 0
         self.history: History[RequestRecord] = History(RequestRecord, config.trace_bytes)
 
@@ -88,9 +88,9 @@ class RequestTable:
         self.requests[rid] = request
         if rid in self._over:
             submit = request.submit
-            room, prompt_tokens, said, attempt = self._over.pop(rid)
+            room, prompt_tokens, submitted, attempt = self._over.pop(rid)
             same = (room, prompt_tokens) == (submit.bootstrap_room, submit.prompt_tokens - submit.offset)
-            if not same or submit.attempt > said:
+            if not same or submit.attempt > submitted:
                 request.attempt = max(request.attempt, min(attempt + 1, MAX_ATTEMPT))
         for place in request.places:
             self._rooms[place] = rid
@@ -157,7 +157,7 @@ class RequestTable:
         requests = []
         for key in self._due.take(now):
             if isinstance(key, RankLoad):
-                self.inherited.forget(key)
+                self.orphans.forget(key)
             else:
                 request = self.requests[key]
                 request.deadline_at = None  # it is not among the due times any more
@@ -171,7 +171,7 @@ class RequestTable:
         assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
         assert self.payload_bytes == sum(request.frames_bytes for request in live)
         assert self._of_client == Counter(request.client or request.peer for request in live)
-        assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.inherited.ranks
+        assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.orphans.ranks
         assert self._rooms == {place: request.rid for request in live for place in request.places}
 
     def _keep_losses(self, rid: Rid, offset: int, losses: int) -> None:
@@ -193,7 +193,7 @@ class RequestTable:
             del self._of_client[client]
 
 
-class Inherited:
+class OrphanedLegs:
     """The legs that nodes still run of a former controller's dispatches, by rid, so that a resubmit does not run twice.
 
     It is filled by the first hello of each start of a rank, and emptied by resubmits, cancels, time, and lost ranks.
@@ -212,7 +212,7 @@ class Inherited:
         """The number of ranks with inherited work."""
         return len(self._of_rank)
 
-    def bring(self, rank: RankLoad, now: float) -> None:
+    def register(self, rank: RankLoad, now: float) -> None:
         """Record what `rank` ran when it introduced itself; a later hello may list work that I dispatched."""
         running, rank.inherited = rank.inherited, ()
         if not running:
@@ -237,7 +237,7 @@ class Inherited:
             raise Refusal("duplicate_rid", "the rid belongs to another live request")
         return mine
 
-    def take(self, rid: Rid, client: str | None) -> list[HeldLeg]:
+    def claim(self, rid: Rid, client: str | None) -> list[HeldLeg]:
         """Return what runs under `rid` and may be this client's (None: of every client), and forget it."""
         held = self._held.pop(rid, [])
         others = [leg for leg in held if client is not None and leg.client not in (None, client)]

@@ -102,7 +102,7 @@ class Chooser:
     def _note_bus(self, now: float) -> None:
         """Note that the bus is alive. A beacon counts as much as a load report of another rank, because the broker runs
         beside the ranks: a rank without publications is then silent, even if all are."""
-        self._health.bus_heard(now)
+        self._health.bus_seen(now)
         self._health.loads_at = now
 
     def changed(self, dp_rank: int, changes: Changes) -> None:
@@ -113,7 +113,7 @@ class Chooser:
         """Check the ranks, several times a lease. Return those that became silent (False) or are back (True)."""
         turned = []
         for rank in self.ranks:
-            self._health.heard(rank.key, now)  # there is no connection of its own to be lost
+            self._health.seen(rank.key, now)  # there is no connection of its own to be lost
         for change in self._health.sweep(now):
             dp_rank = change.key[1]
             alive = change.new != "silent"

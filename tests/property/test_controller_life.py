@@ -241,7 +241,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def no_work_of_mine_counts_as_a_former_controllers(self) -> None:
-        assert not len(self.world.core.life.table.inherited)
+        assert not len(self.world.core.life.table.orphans)
 
     @invariant()
     def a_policy_knows_of_each_leg_that_runs_whatever_it_breaks(self) -> None:

@@ -294,7 +294,7 @@ def _controller_at_rest(controller: ControllerProcess, there: dict[tuple[str, in
         raise Broken("at rest", f"{controller.name} knows {sorted(core.table.ranks)}, there are {sorted(there)}")
     for key, rank in core.table.ranks.items():
         if not rank.ready:
-            raise Broken("at rest", f"{controller.name} holds {rank} for {core.health.pulses[key].state}")
+            raise Broken("at rest", f"{controller.name} holds {rank} for {core.health.liveness[key].state}")
         believed = rank.requests, rank.outstanding, rank.outstanding_tokens, rank.others_requests, rank.others_tokens
         if any(believed) or (rank.counts_queue_only and rank.tokens):
             raise Broken("at rest", f"{controller.name} believes of {rank}: {believed}, {rank.tokens}")

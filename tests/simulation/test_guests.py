@@ -14,7 +14,7 @@ RUN = "import cuts, sys; cuts.cut_hook.install({0!r}, {1!r}, {2!r}); from simula
 PUT_BACK = (
     ("bus.rights:owns", 'not owner or key_of(peer) in ("", owner)', "True", 5, "nobody reads another key's tokens"),
     (
-        "controller.requests.life:Life.cancel",
+        "controller.requests.life:RequestLifecycle.cancel",
         'client not in ("", request.client)',
         "False",
         2,

@@ -318,9 +318,9 @@ def of_controller(core: Any, now: float, *, complete: bool = True) -> list[tuple
     and with it what was sent there."""
     ranks = core.table.ranks
     owed = sum(each.first_due != inf for each in core.life.requests.values())
-    told = [rank_status(rank, core.health.pulses[key], now) for key, rank in ranks.items()]
+    told = [rank_status(rank, core.health.liveness[key], now) for key, rank in ranks.items()]
     counts = core.tally()
-    shown = collect(core.tally(), ranks.values(), core.health.pulses, core.config.methods, core.regret, now)
+    shown = collect(core.tally(), ranks.values(), core.health.liveness, core.config.methods, core.regret, now)
     by_rank, of_all = _parted(shown)
     page = of_page(of_all, "controller", own=("role", "method"))
     for name, value in counts.items():

@@ -7,7 +7,7 @@ from controller_world import EPOCH, D, P, U, failure, hello, pd, peer_of, submit
 
 from bus.wire.messages import Accepted, Cancel, Failed
 from controller.events import FromClient, ToClient, Undelivered
-from controller.requests.life import TOLD_MAX
+from controller.requests.life import LOGGED_MAX
 
 
 class TestRetries:
@@ -100,11 +100,11 @@ class TestRetries:
 
     def test_what_a_busy_cluster_turns_down_is_in_the_log_up_to_so_many_a_second(self) -> None:
         world = unified(hello("u", max_running=1), request_overcommit=1.0, queue_requests=1)
-        for n in range(-2, TOLD_MAX + 5):
+        for n in range(-2, LOGGED_MAX + 5):
             world.submit(submit(f"r{n}"))  # the first two run and wait
         assert {failed.code for failed in world.answers(Failed)} == {"overloaded"}
         told = [note for note in world.notes if note.event == "request.failed"]
-        assert [note.fields["rid"] for note in told] == [f"r{n}" for n in range(TOLD_MAX)]
+        assert [note.fields["rid"] for note in told] == [f"r{n}" for n in range(LOGGED_MAX)]
         assert {note.level for note in told} == {"info"}
         world.pass_time(1.0, alive=[U[0]])
         (note,) = [note for note in world.notes if note.event == "request.lines_left_out"]

@@ -12,7 +12,7 @@ from controller.observe import collect, probe
 def scraped(world: World) -> dict[str, float]:
     core = world.core
     ranks = core.table.ranks.values()
-    left = collect(core.tally(), ranks, core.health.pulses, core.config.methods, core.regret, world.now)
+    left = collect(core.tally(), ranks, core.health.liveness, core.config.methods, core.regret, world.now)
     page = generate_latest(registry(lambda: left)).decode()
     return {
         name: float(value) for name, _, value in (line.rpartition(" ") for line in page.splitlines() if line[0] != "#")

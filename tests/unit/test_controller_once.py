@@ -153,7 +153,7 @@ class TestStart:
         assert [(d.attempt, d.dp_rank) for d in world.dispatches()] == [(2, 1)]
         assert [(c.attempt, c.code) for c in world.cancels(old)] == [(1, "fenced")]
         assert not world.cancels(new)
-        assert len(world.core.life.table.inherited) == 0
+        assert len(world.core.life.table.orphans) == 0
 
     def test_it_is_taken_over_also_before_its_rank_has_reported(self) -> None:
         """It is no candidate for others until then; what it runs, it runs."""
@@ -210,15 +210,15 @@ class TestStart:
         (dispatch,) = world.dispatches(U[1])
         for peer in ("", "again"):  # the same connection, as when its state changes, and a new one
             world.join(hello("u", 1, running=(("r", 1),)), peer=peer)
-        assert world.core.life.table.inherited.of("former", "")
-        assert not world.core.life.table.inherited.of("r", "")
+        assert world.core.life.table.orphans.of("former", "")
+        assert not world.core.life.table.orphans.of("r", "")
         world.progress(U[1], ended=[dispatch], peer="again")
         world.submit(submit("r", routed_dp_rank=0))
         assert [d.attempt for d in world.dispatches(U[0])] == [1]
         assert not world.cancels()
         world.pass_time(61.0, alive=U[:1])
         world.join(hello("u", 0, running=(("former", 1), ("r", 1))))
-        assert len(world.core.life.table.inherited) == 0
+        assert len(world.core.life.table.orphans) == 0
 
     def test_what_could_not_run_there_is_not_taken_over_and_harms_nobody(self) -> None:
         """M56"""
@@ -274,8 +274,8 @@ class TestStart:
         world = World()
         world.join(hello("u", 0, running=(("a", 1), ("b", 1))))
         world.join(hello("u", 1, running=(("b", 1),)))
-        assert len(world.core.life.table.inherited) == 2
+        assert len(world.core.life.table.orphans) == 2
         world.cut(U[0])
-        assert len(world.core.life.table.inherited) == 1
+        assert len(world.core.life.table.orphans) == 1
         world.pass_time(61.0, alive=U[1:])
-        assert len(world.core.life.table.inherited) == 0
+        assert len(world.core.life.table.orphans) == 0

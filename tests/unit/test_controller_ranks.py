@@ -229,7 +229,7 @@ class TestRanks:
         world.pass_time(9.5, alive=[U[1]])
         assert set(world.core.table.ranks) == {("u", 1)}
         world.join(hello("u", 0, running=(("r0", 1),)), peer=peer)
-        assert not len(world.core.life.table.inherited)  # it runs what this controller gave it, not a former one
+        assert not len(world.core.life.table.orphans)  # it runs what this controller gave it, not a former one
         before = len(world.dispatches())
         world.report(U[0])
         world.submit(submit("again"))

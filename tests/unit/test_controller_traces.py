@@ -238,15 +238,15 @@ def test_the_largest_answer_fits_in_a_frame() -> None:
 def test_a_rank_whose_clock_is_wrong_is_put_right_by_the_quickest_pong() -> None:
     clock = Clock()
     assert clock.best is None
-    clock.heard(100.0, 100.4, 160_300_000)  # 60 s ahead, and most of the way took the pong
-    clock.heard(101.0, 101.02, 161_010_000)
-    clock.heard(102.0, 103.0, 162_000_000)
+    clock.add(100.0, 100.4, 160_300_000)  # 60 s ahead, and most of the way took the pong
+    clock.add(101.0, 101.02, 161_010_000)
+    clock.add(102.0, 103.0, 162_000_000)
     best = clock.best
     assert best is not None
     assert abs(best[0] - 0.02) < 1e-9
     assert abs(best[1] - 60.0) < 1e-6
     for n in range(8):
-        clock.heard(200.0 + n, 200.1 + n, 270_050_000 + n * 1_000_000)
+        clock.add(200.0 + n, 200.1 + n, 270_050_000 + n * 1_000_000)
     later = clock.best
     assert later is not None
     assert abs(later[1] - 70.0) < 1e-6, "the clock was set; what was heard long ago counts no more"

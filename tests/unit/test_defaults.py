@@ -94,7 +94,7 @@ def test_a_report_is_believed_by_what_its_rank_declares_within_bounds(declared_s
     world = World()
     world.join(hello("e"))
     rank = report(world, 1, declared_s)
-    assert world.core.health.pulses[rank.key].interval_s <= INTERVAL_MAX_S  # so it falls silent some time, too
+    assert world.core.health.liveness[rank.key].interval_s <= INTERVAL_MAX_S  # so it falls silent some time, too
     assert believed_s(world, rank) == pytest.approx(expected_s, abs=2 * TICK_S)
 
 

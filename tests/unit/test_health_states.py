@@ -19,7 +19,7 @@ def health(*, idle: bool = True, declared: NodeState = "ready", settle_s: float 
 
 
 def state(health: Health, now: float) -> RankState:
-    return health.state(health.pulses[KEY], now)
+    return health.state(health.liveness[KEY], now)
 
 
 def run(health: Health, until: float, *, connection: bool = True, reports: bool = True, others: bool = True,
@@ -30,13 +30,13 @@ def run(health: Health, until: float, *, connection: bool = True, reports: bool 
         now += 0.5
         step += moving
         if connection:
-            health.heard(KEY, now)
+            health.seen(KEY, now)
             health.moved(KEY, step, busy, now)
         if reports:
-            health.bus_heard(now)
+            health.bus_seen(now)
             health.report(KEY, load(int(now * 2), step=step, running=int(busy)), now)
         if others:
-            health.bus_heard(now)
+            health.bus_seen(now)
             health.loads_at = now
     return state(health, now)
 
@@ -67,7 +67,7 @@ def test_silence_of_the_connection_is_lost_within_the_lease() -> None:
     rank = health()
     assert run(rank, LEASE, connection=False) == "ready"
     assert state(rank, LEASE + 0.1) == "lost"
-    rank.heard(KEY, LEASE + 0.2)
+    rank.seen(KEY, LEASE + 0.2)
     assert state(rank, LEASE + 0.2) == "ready"
 
 
@@ -91,7 +91,7 @@ def test_a_bus_that_is_quiet_for_all_blames_nobody_not_even_on_its_return() -> N
     rank = health()
     assert run(rank, 5.0) == "ready"
     assert run(rank, 60.0, reports=False, others=False, start=5.0) == "ready"
-    rank.bus_heard(60.5)  # the broker is back, the rank has not reported yet
+    rank.bus_seen(60.5)  # the broker is back, the rank has not reported yet
     assert state(rank, 60.5) == "ready"
     assert run(rank, 60.5 + LEASE + 1, reports=False, start=60.5) == "silent"
 
@@ -109,7 +109,7 @@ def test_a_pong_overtaken_by_a_report_is_no_movement() -> None:
     rank = health()
     rank.moved(KEY, 7, True, 0.0)
     for n in range(1, 13):
-        rank.heard(KEY, float(n))
+        rank.seen(KEY, float(n))
         rank.moved(KEY, 5 + n % 2, True, float(n))
     assert state(rank, 12.0) == "hung"
 
@@ -151,7 +151,7 @@ def test_an_absence_of_our_own_is_held_against_nobody() -> None:
     for pause in (1, 2, 3):  # the process was stopped for ten leases, three times
         now = pause * 10 * LEASE
         assert not paused.sweep(now), "nobody is lost or hung for what we did not hear"
-        paused.heard(KEY, now + 0.1)
+        paused.seen(KEY, now + 0.1)
         paused.moved(KEY, 1 + pause, True, now + 0.1)
         assert not paused.sweep(now + 0.2)
     changes = [change for tenth in range(3, 10 * int(LEASE + 2)) for change in paused.sweep(now + tenth / 10)]

@@ -9,7 +9,7 @@ import pytest
 from controller_world import hello
 
 from bus.wire.messages import Load, Role
-from controller.late import LateBinding, StepTime, queued_tokens
+from controller.late import DecodeStepModel, LateBinding, queued_tokens
 from controller.load.table import LoadTable
 from nodes.own.engines.timing import SimTiming
 
@@ -33,7 +33,7 @@ class Ranks:
         said = dict.fromkeys(("step", "running", "waiting", "waiting_tokens", "kv_tokens"), 0) | fields
         load = Load(seq=self.seq, kv_capacity=1000, max_running=4, **said)
         rank = self.table.ranks[instance, 0]
-        self.late.heard(rank, load, self.now)
+        self.late.observe(rank, load, self.now)
         self.table.apply(rank.key, rank.epoch, load, self.now)
 
     def first_token_s(self, instance: str, work: int) -> float:
@@ -124,7 +124,7 @@ class Decoding:
     """A decode rank's totals, and what its steps are found to take."""
 
     tells_busy: bool = True
-    steps: StepTime = field(default_factory=StepTime)
+    steps: DecodeStepModel = field(default_factory=DecodeStepModel)
     last: Load | None = None
     count: int = 0
     busy_us: int = 0
@@ -140,7 +140,7 @@ class Decoding:
                 kv_capacity=0, max_running=0, busy_us_total=self.busy_us if self.tells_busy else 0,
             )  # fmt: skip
             if self.last is not None and done:
-                self.steps.heard(self.last, load, taken_s)
+                self.steps.observe(self.last, load, taken_s)
             self.last = load
 
 
@@ -186,5 +186,5 @@ def test_a_rank_that_started_again_or_did_nothing_tells_nothing_of_steps() -> No
     assert last is not None
     for step, busy_us_total in ((0, 5), (last.step, last.busy_us_total), (last.step + 1, 0)):
         idle = msgspec.structs.replace(last, running=0, step=step, busy_us_total=busy_us_total)
-        rank.steps.heard(last, idle, 9.0)
+        rank.steps.observe(last, idle, 9.0)
     assert rank.steps.of(4, 1_000) == known

@@ -60,8 +60,8 @@ class Cluster(World):
     def served(self) -> dict[tuple[str, str], float]:
         """As Prometheus has it."""
         core = self.core
-        metrics = collect(core.tally(), core.table.ranks.values(), core.health.pulses, core.config.methods, core.regret,
-                          self.now, core.wanted)  # fmt: skip
+        ranks, liveness = core.table.ranks.values(), core.health.liveness
+        metrics = collect(core.tally(), ranks, liveness, core.config.methods, core.regret, self.now, core.wanted)
         (metric,) = [each for each in metrics if each.name == "pdbus_controller_wanted_ready"]
         return {(each.labels["role"], each.labels["model"]): each.value for each in metric.samples}  # type: ignore[misc]
 

@@ -53,9 +53,9 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "bus.runtime.allowlist:Folder.read", "files = self._files", "files = {}"),
     # requests of a key, and its share
     Cut("S23", "unit/test_rights.py::test_a_request_belongs_to_the_key_that_submitted_it",
-        "controller.requests.life:Life.submit", "live is None or live.client == key_of(peer)", "True"),
+        "controller.requests.life:RequestLifecycle.submit", "live is None or live.client == key_of(peer)", "True"),
     Cut("S24", "unit/test_rights.py::test_a_request_belongs_to_the_key_that_submitted_it",
-        "controller.requests.life:Life.cancel", 'client not in ("", request.client)', "False"),
+        "controller.requests.life:RequestLifecycle.cancel", 'client not in ("", request.client)', "False"),
     Cut("S25", "unit/test_rights.py::test_only_its_client_reads_a_stream",
         "bus.rights:owns", 'not owner or key_of(peer) in ("", owner)', "True"),
     Cut("S26", "unit/test_rooms_of_clients.py::test_at_a_controller_a_room_is_its_clients",
