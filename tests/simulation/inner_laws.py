@@ -72,13 +72,13 @@ def _requests(world: World, controller: ControllerProcess) -> None:
         for leg in request.legs:
             if leg.state.value == "running" and core.table.ranks.get(leg.rank.key) is not leg.rank:
                 raise Broken("nobody waits for a rank that is gone", f"{controller.name}: {request}", request.rid)
-    for rid, held in life.table.inherited._held.items():
+    for rid, held in life.table.orphans._held.items():
         live = life.requests.get(rid)
         if live is None or not live.legs:
             continue
         for each in held:
-            pulse = core.health.pulses.get(each.rank.key)
-            if pulse is not None and pulse.epoch == each.rank.epoch and pulse.said_hello_at < live.legs[0].began:
+            pulse = core.health.liveness.get(each.rank.key)
+            if pulse is not None and pulse.epoch == each.rank.epoch and pulse.hello_at < live.legs[0].began:
                 raise Broken("what still runs is taken over, or ends", f"{controller.name}: {rid} at {each}", rid)
     if not world.befell:  # who comes back over another connection brings what it has
         most = max(life.table._of_client.values(), default=0)
