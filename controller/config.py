@@ -40,8 +40,8 @@ class ControllerConfig:
     metrics_host: str = defaults.METRICS_HOST  # where it serves them
     spin_us: int = 0  # how long to poll after a message before sleeping, while messages come as densely
     prefill_method: str = "auto"  # `auto`, a name in `POLICIES`, an entry point or `module:Class`
-    decode_method: str = "auto"
-    unified_method: str = "auto"
+    decode_method: str = "auto"  # the same for decode legs
+    unified_method: str = "auto"  # the same for unified legs
     instances: tuple[str, ...] = ()  # only these; empty: all
     expect: tuple[str, ...] = ()  # ROLE or ROLE:MODEL: wanted whether or not a rank of it has come
     lease_s: float = defaults.LEASE_S
