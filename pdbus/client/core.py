@@ -228,7 +228,10 @@ class ClientCore:
     def _submit(self, request: Request, attempt: int, now: float) -> list[Action]:
         request.move(Event.SUBMIT)
         request.offset = len(request.ids)
-        request.begin_try(attempt)
+        for key in request.submits:
+            request.number(key, attempt)
+        if len(request.submits) > 1:
+            request.name_pair_attempt(attempt)
         return [self._send_submit(request, key, now) for key in request.submits]
 
     def _send_submit(self, request: Request, key: SubmitKey, now: float) -> Send:
@@ -238,9 +241,10 @@ class ClientCore:
         return self._submit_message(request, key, now)
 
     def _submit_message(self, request: Request, key: SubmitKey, now: float) -> Send:
+        avoid: tuple[MemberKey, ...] = ()
         if self._silent:
             self._silent = {rank: until for rank, until in self._silent.items() if until > now}
-        avoid = tuple(self._silent)[-MAX_AVOID:]
+            avoid = tuple(self._silent)[-MAX_AVOID:]
         return Send(key[0], request.header(key, now, avoid), request.frames())
 
     def _resend(self, request: Request, now: float) -> list[Action]:

@@ -144,11 +144,10 @@ class Request:
         """The highest attempt of its submits."""
         return max([submit.attempt for submit in self.submits.values()])
 
-    def begin_try(self, attempt: int) -> None:
-        """Give all submits this attempt. Those at two controllers also name it as the pair's attempt."""
-        pair_attempt = attempt if len(self.submits) > 1 else 0
+    def name_pair_attempt(self, attempt: int) -> None:
+        """Name this attempt in each submit of a pair at two controllers; each of these may count on by itself."""
         for key, submit in self.submits.items():
-            self.submits[key] = msgspec.structs.replace(submit, attempt=attempt, pair_attempt=pair_attempt)
+            self.submits[key] = msgspec.structs.replace(submit, pair_attempt=attempt)
 
     def number(self, key: SubmitKey, attempt: int) -> None:
         """Set the attempt of the submit `key`."""
