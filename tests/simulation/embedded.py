@@ -245,19 +245,21 @@ class LinkProcess(Process):
             engine.start(order.leg) if isinstance(order, Start) else engine.drop(order.leg)
         for engine in self.engines:
             engine.step()
-        late = not self.ready and self.world.now - self._began > WAIT_S
-        if late and not self.link.drained:
-            self.link.leave()
-        if self.link.drained:
-            fenced = self.link._host.fenced() if late and self.link._host is not None else ""
-            self.failure = Replaced(fenced) if fenced else self.link.left
+        if not self.ready and self.world.now - self._began > WAIT_S and not self.link.drained:
+            fenced = self.part.host.fenced()
+            self.failure = Replaced(fenced) if fenced else None
+            self.link._leave()
+        elif self.link.drained:
+            self.failure = self.link.left
             self.world.at(self.world.now, partial(self._leave, self.starts))
 
     def _leave(self, start: int) -> None:
         if self.alive and self.starts == start:
-            self.replaced = isinstance(self.failure, Replaced)
-            self.stop()
-            self.world.node_left(self)
+            self._left()
+
+    def _left(self) -> None:
+        self.stop()
+        self.world.node_left(self)
 
 
 @dataclass
