@@ -125,7 +125,7 @@ def arrives(world: World, pipe: Pipe, frames: Frames) -> None:
         return
     if isinstance(hearer, ClientProcess):
         world.spoke[pipe.peer.socket.endpoint, hearer.name] = world.now  # type: ignore[union-attr]
-    elif isinstance(speaker, ControllerProcess) and isinstance(hearer, NodeProcess):
+    elif isinstance(speaker, ControllerProcess) and hearer.kind == "node":
         if frames[0][:16].find(b"cancel_leg") > 0:
             _given_up(world, speaker, hearer, pipe, frames)
         elif frames[0][:16].find(b"dispatch") > 0:
