@@ -164,11 +164,16 @@ def busy(chapter: Chapter) -> Lines:
 
 
 def steps(chapter: Chapter) -> Lines:
-    """The longest is not less than by the model of the sim engine, nor more than its client waited."""
-    lines = by_rank(
-        "prefill", lambda sent: seconds(max(map(computed_s, sent)), max(each.ttft_s for each in sent))
-    )(chapter)  # fmt: skip
-    return lines | by_rank("decode", lambda sent: seconds(DECODE_STEP_S, max(each.total_s for each in sent)))(chapter)
+    """The longest is not less than by the model of the sim engine, nor more than its client waited; what comes after
+    the token is sent is a part of it, too."""
+
+    def prefill(sent: list[Sent]) -> Bounds:
+        return seconds(max(map(computed_s, sent)), max(each.ttft_s for each in sent) + late_s(sent))
+
+    def decode(sent: list[Sent]) -> Bounds:
+        return seconds(DECODE_STEP_S, max(each.total_s for each in sent) + late_s(sent))
+
+    return by_rank("prefill", prefill)(chapter) | by_rank("decode", decode)(chapter)
 
 
 def ttft_by_rank(chapter: Chapter) -> Lines:
