@@ -261,7 +261,7 @@ class World:
             return (at, float(found[0]["value"][1])) if found else None
 
         at, first = poll_for(look, f"pages of {parts} parts, and {live} requests")
-        self._scraped = first - SCRAPE_S / 2
+        self._scraped = (first + at - SCRAPE_S) / 2  # after the scrapes before these, which show older pages
         return float(at)
 
     def begun(self) -> float:
