@@ -101,7 +101,8 @@ def _fetch_token_s(client: Client, config: LabConfig, longest: int) -> float:
         for number in range(LONE):
             prompt = make_prompt(TraceRequest(0.0, tokens, 2), tokens, 1_000_000 + tokens * LONE + number)
             began = time.monotonic()
-            came = [time.monotonic() - began for _ in client.generate_tokens(prompt, max_tokens=2, ignore_eos=True)]
+            stream = client.generate_tokens(prompt, max_tokens=2, ignore_eos=True)
+            came = [at - began for piece in stream for at in [time.monotonic()] * len(piece.ids)]
             prompt_s = prefill_s(tokens, min(tokens, config.chunk_tokens), timing)
             before = prompt_s if config.first_at_decode else came[0]
             left.append(came[0 if config.first_at_decode else 1] - before - timing.step_s(0, 1, tokens))

@@ -40,7 +40,7 @@ CONTROLLER = ("--lease-s", "2.0", "--hang-s", "1.0", "--stale-s", "0.6", "--atte
 def rows(page: str, title: str) -> dict[str, list[str]]:
     """The first table under `title`, by its first column."""
     section = (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    cells = [re.split(r"(?<!\\)\|", line.strip("|")) for line in section.splitlines() if line.startswith("| ")]
+    cells = [re.split(r"(?<!\\)\|", line.strip("|")) for line in section.splitlines() if line.startswith("|")]
     return {first.strip(): [cell.strip() for cell in rest] for first, *rest in cells[2:]}
 
 

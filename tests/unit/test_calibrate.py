@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import cast
 
 import msgspec
 import pytest
@@ -24,9 +25,11 @@ from nodes.own.engines.sim import SimEngine
 from nodes.own.engines.timing import SimTiming, TimingFile, timing_named
 from nodes.own.kinds import own_runner
 from nodes.vllm.engine import EngineThread
+from pdbus.calibrate.check import _fetch_token_s
 from pdbus.calibrate.fit import Point, errors, fit
 from pdbus.calibrate.measure import measure
 from pdbus.calibrate.probe import Probe
+from pdbus.client import Client, Piece
 from pdbus.commands.lab import timing_settings
 from pdbus.lab.config import LabConfig
 
@@ -151,3 +154,13 @@ def test_what_is_written_is_what_replay_and_nodes_go_by(tmp_path: Path) -> None:
         assert config.kv_fetch_token_s == (LabConfig().kv_fetch_token_s if fetch is None else fetch)
         assert config.first_at_decode is first
     assert timing_settings("h100-8b", 1.0) == {"timing": SimTiming()}
+
+
+def test_two_tokens_that_come_in_one_piece_are_two() -> None:
+    """A busy machine joins them."""
+
+    class Joined:
+        def generate_tokens(self, ids: list[int], **options: object) -> list[Piece]:
+            return [Piece((5, 6))]
+
+    assert _fetch_token_s(cast(Client, Joined()), LabConfig(first_at_decode=False), 800) >= 0

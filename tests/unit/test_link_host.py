@@ -4,6 +4,7 @@ a node over one that waits."""
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_a_node_that_stood_still_while_it_waited_says_what_for_before_it_gives_u
     with tempfile.TemporaryDirectory(prefix="pd") as folder, capture_logs() as logs:
         at = (f"ipc://{folder}/b", (f"ipc://{folder}/c",), f"ipc://{folder}")
         runners: Any = {0: ThreadedRunner(FACTS, lambda leg, order: None)}
-        loop = Loop(lambda: now)
+        loop = Loop(lambda: now + time.monotonic())  # real time, but for what it stood still
         with Node(NodeConfig("unified", "u", 1, (0,), *at, wait_s=3.0), loop, runners) as node:
             loop.call_later(1.0, lambda: None)
             now = 60.0

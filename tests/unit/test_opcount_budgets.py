@@ -37,7 +37,7 @@ BUDGETS = {  # a single pick, report, message, request or step: (instructions, c
     "dispatch of a pair": (3894, 47),
     "decode step of 32 rows": (16_330, 452),
     "dispatch by cache_aware, 16 blocks": (3015, 67),
-    "client request": (1920, 105),
+    "client request": (1900, 105),
     "client token": (163, 5),
     "edge token": (298, 13),
 }
