@@ -71,7 +71,7 @@ def _requests(world: World, controller: ControllerProcess) -> None:
             raise Broken("a submit has so many tries", f"{controller.name}: {request}", request.rid)
         for leg in request.legs:
             if leg.state.value == "running" and core.table.ranks.get(leg.rank.key) is not leg.rank:
-                raise Broken("nobody waits for a rank that is gone", f"{controller.name}: {request}", request.rid)
+                raise Broken("no request waits for a rank that is gone", f"{controller.name}: {request}", request.rid)
     for rid, held in life.table.orphans._held.items():
         live = life.requests.get(rid)
         if live is None or not live.legs:
@@ -99,7 +99,7 @@ def _readers(world: World, node: NodeProcess) -> None:
             unclaimed_s = node.part.host.streams.unclaimed_s(leg, world.now) if waiting else 0.0
             if unread_s > UNREAD_S or min(unclaimed_s, unread_s) > ATTACH_GRACE_S + AWAKE_S:
                 what = f"{node.name}/{number}, {waiting} wait, {unread_s:.2f} s unread: {leg}"
-                raise Broken("what nobody reads ends", what, leg.rid)
+                raise Broken("an unread leg ends", what, leg.rid)
 
 
 def _tries(world: World, client: ClientProcess) -> None:
@@ -112,7 +112,7 @@ def _tries(world: World, client: ClientProcess) -> None:
             attached = world.attached.setdefault((client.name, request.rid, request.attached), world.now)
             since = max(heard, attached, client.paused_until)
             if world.now - since > SILENCE_S:
-                raise Broken("who hears nothing looks elsewhere", f"{client.name}: {request}", request.rid)
+                raise Broken("a client that receives nothing looks elsewhere", f"{client.name}: {request}", request.rid)
 
 
 # --- messages -------------------------------------------------------------------------------------------------------

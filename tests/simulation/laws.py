@@ -103,7 +103,7 @@ def end(world: World, asked: Asked) -> None:
             if not any(until - TAIL_S + RECENT_S >= world.now for _, until, _ in world.befell):
                 raise broken("no end without a cause", "nothing has befallen anybody of late")
             if lived_s < EARLY_S and result.attempts < EARLY_TRIES:
-                raise broken("nobody gives up early", "")
+                raise broken("no client gives up early", "")
             if result.code not in LOAD and len(felt) <= 1 and result.attempts > FEW and _is_quick(felt):
                 raise broken("a fault costs few tries", f"{felt}")
 
@@ -245,7 +245,7 @@ def _work_conservation(world: World, controller: ControllerProcess) -> None:
         if world.now - since > WAITS_S:
             head = core.life.queue.head(lane)
             rid = head.rid if head is not None else ""
-            raise Broken("nobody waits beside a free rank", f"{controller.name}, {lane}: {head}", rid)
+            raise Broken("no request waits beside a free rank", f"{controller.name}, {lane}: {head}", rid)
 
 
 def message_at_rest(world: World, frames: list[bytes], ends: str) -> None:

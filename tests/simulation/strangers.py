@@ -237,7 +237,7 @@ class IntruderProcess(RawProcess):
 
     def heard(self, endpoint: str, message: Message) -> None:
         if isinstance(message, Tokens) and (message.ids or message.others):
-            raise Broken("nobody reads another key's tokens", f"{self.name} from {endpoint}: {message}", message.rid)
+            raise Broken("no client reads another key's tokens", f"{self.name} from {endpoint}: {message}", message.rid)
         self.world.counts[f"intruder told {type(message).__name__}"] += 1
 
     def _meddle(self) -> None:

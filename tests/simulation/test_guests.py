@@ -12,7 +12,7 @@ import pytest
 RUN = "import cuts, sys; cuts.cut_hook.install({0!r}, {1!r}, {2!r}); from simulation.run import main; main()"
 # what is put in another's place, and a seed in which that is seen, as which law
 PUT_BACK = (
-    ("bus.rights:owns", 'not owner or key_of(peer) in ("", owner)', "True", 5, "nobody reads another key's tokens"),
+    ("bus.rights:owns", 'not owner or key_of(peer) in ("", owner)', "True", 5, "no client reads another key's tokens"),
     (
         "controller.requests.life:RequestLifecycle.cancel",
         'client not in ("", request.client)',

@@ -8,8 +8,6 @@ Someone who reads English as a second language understands each sentence at once
 2. No text holds a word or phrase of NO_PHRASES. `who` stands only after a person (or in quotes): a machine is *it*.
 3. No class, function, parameter or attribute has a word of NO_NAMES in its name: functions that send are called `send`,
    that log `log`, that enqueue `enqueue`.
-
-NOT_YET lists the folders and files that do not keep to this yet. A line goes when what it names is clean.
 """
 
 from __future__ import annotations
@@ -42,8 +40,6 @@ PERSONS = {
     "anyone", "author", "authors", "child", "everyone", "maintainer", "operator", "operators", "people", "person",
     "reader", "readers", "someone", "those", "user", "users",
 }  # fmt: skip
-
-NOT_YET = ("docs/guarantees.md",)
 
 _phrases = re.compile(r"\b(" + "|".join(re.escape(phrase) for phrase in NO_PHRASES) + r")\b", re.IGNORECASE)
 _who = re.compile(r"(\w*)\W{0,3}(?<!— )(?<![`'\"])\bwho\b(?!-)", re.IGNORECASE)
@@ -107,14 +103,9 @@ def in_file(path: Path) -> list[Violation]:
 
 
 def files(root: Path = ROOT) -> list[str]:
-    """Return the files that are checked, relative to the root, whether or not they are clean yet."""
+    """Return the files that are checked, relative to the root."""
     listed = subprocess.run(["git", "ls-files", "-z", *CHECKED], cwd=root, capture_output=True, text=True, check=True)
     return [name for name in listed.stdout.split("\0") if name.endswith((".py", ".md")) and (root / name).is_file()]
-
-
-def not_yet(name: str) -> bool:
-    """Return true for a file that is listed in NOT_YET, or is in a folder listed there."""
-    return any(name == entry or name.startswith(entry + "/") for entry in NOT_YET)
 
 
 def main(arguments: list[str]) -> int:
@@ -125,7 +116,7 @@ def main(arguments: list[str]) -> int:
             print(f"{folder:12}{rule:12}{count:5}")
         return 0
     bad = 0
-    for name in arguments or [name for name in files() if not not_yet(name)]:
+    for name in arguments or files():
         for line, rule, words in in_file(ROOT / name):
             print(f"{name}:{line}: {rule}: {words}")
             bad += 1

@@ -48,12 +48,3 @@ def test_planted_violation_is_found(clean: str, planted: str, rule: str, line: i
 
 def test_planted_phrase_of_a_page_is_found() -> None:
     assert [at for at, _, _ in plain_english.in_text("# Queue\n\nIt waits for ever.\n")] == [3]
-
-
-def test_what_is_listed_as_not_clean_is_not_clean() -> None:
-    names = plain_english.files()
-    for entry in plain_english.NOT_YET:
-        inside = [name for name in names if name == entry or name.startswith(entry + "/")]
-        if inside:
-            bad = any(plain_english.in_file(plain_english.ROOT / name) for name in inside)
-            assert bad, f"{entry} is clean: take it out of NOT_YET"
