@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct, msgpack
 
-BESIDE_BYTES = 64  # of a record in memory, beside its own bytes
+BESIDE_BYTES = 64  # of memory that a record needs in addition to its own
 _STR_HEADS = {0xD9: 2, 0xDA: 3}  # bytes before a string's own, by MessagePack's first; 1 of those below 32 bytes
 
 _R = TypeVar("_R", bound=Struct)
@@ -38,7 +38,8 @@ class History(Generic[_R]):
         return [self._decoder.decode(record) for record in self._kept if record.startswith(name, at)]
 
     def named(self, beginning: str, most: int) -> list[str]:
-        """Return the rids that begin so, each once, of the `most` newest records with such a rid, the newest first."""
+        """Return the rids that begin with `beginning`, each once, the newest first. Only the `most` newest records with
+        such a rid count (at least 1)."""
         head = beginning.encode()
         found: dict[str, None] = {}
         for record in reversed(self._kept):
@@ -52,6 +53,7 @@ class History(Generic[_R]):
 
     @property
     def oldest(self) -> _R | None:
+        """The oldest record that is kept."""
         return self._decoder.decode(self._kept[0]) if self._kept else None
 
     def limit(self, max_bytes: int) -> None:
@@ -60,6 +62,7 @@ class History(Generic[_R]):
         self._trim()
 
     def add(self, record: _R) -> None:
+        """Keep `record`, and drop the oldest ones beyond the limit."""
         kept = self._encode(record)
         self._kept.append(kept)
         self._bytes += len(kept) + BESIDE_BYTES

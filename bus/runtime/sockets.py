@@ -30,7 +30,8 @@ from bus.runtime.logs import get_logger
 from bus.runtime.peer_keys import PeerKeys
 from bus.runtime.security import Gatekeeper
 
-# To take a topic back libzmq recurses once a byte, and overran its stack. A CURVE handshake needs 300 bytes.
+# To end a subscription, libzmq recurses once for each byte of the topic; long topics overflowed its stack. A CURVE
+# handshake needs 300 bytes.
 TOPIC_MAX = 512
 DATA_MAX = 4096  # frames to a node's data port: attaches, pulls
 HEADER_MAX = 1 << 20  # frames on control sockets that carry no payload
@@ -38,7 +39,7 @@ PAYLOAD_MAX = 16 << 20  # prompts
 KV_MAX = 256 << 20  # KV blocks
 HWM = 10_000
 UNREAD = 256  # messages of a connection that a ROUTER reads ahead; the rest wait with their sender
-SUBSCRIPTIONS_READ = 100  # ahead of what is taken in: a byte of a topic takes some 40 in the broker
+SUBSCRIPTIONS_READ = 100  # before earlier ones are handled: a byte of a topic needs about 40 bytes in the broker
 HANDSHAKE_MS = 5_000
 HEARTBEAT_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 3_000
@@ -79,7 +80,8 @@ class Sockets:
         self.close()
 
     def close(self) -> None:
-        """Close and unlink what is open. In a forked child everything is the parent's and stays untouched."""
+        """Remove our ipc files, close all sockets and end the Context. It blocks until released sockets are closed, and
+        does nothing in a forked child, where everything is the parent's."""
         if os.getpid() != self._pid:
             return
         for path, inode in self._bound:  # ZeroMQ leaves them behind
@@ -97,12 +99,13 @@ class Sockets:
 
     @property
     def refused(self) -> dict[str, int]:
-        """The number of peers refused at the handshake, by domain."""
+        """The number of refused handshakes by domain: unlisted or revoked keys, wrong roles, too many connections, no
+        CURVE. Empty without keys."""
         return dict(self.gatekeeper.refused) if self.gatekeeper is not None else {}
 
     def look(self) -> None:
-        """Disconnect from ports whose key is no longer listed, and connect to those that have another key: each
-        LOOK_S of `bus.runtime.peer_keys`, on the thread that owns the connecting sockets."""
+        """Disconnect from ports whose key was missing from the list twice in a row, and reconnect where the list has a
+        new key. Call it every LOOK_S (`bus.runtime.peer_keys`) on the thread that owns the connecting sockets."""
         if self._peer_keys is not None:
             self._peer_keys.look()
 
@@ -113,6 +116,7 @@ class Sockets:
             check_dir(Path(split_owner(endpoint)[0].removeprefix("ipc://")).parent)
 
     def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
+        """Close one socket; it goes on sending for `linger_ms`."""
         self._forget(socket)
         socket.close(linger=linger_ms)
 
@@ -129,9 +133,11 @@ class Sockets:
     # --- kinds ------------------------------------------------------------------------------------------------
 
     def pub(self, connect: str) -> Socket:
+        """Return a PUB connected to the broker's endpoint."""
         return self._connect(self._new(zmq.PUB, HEADER_MAX), connect)
 
     def sub(self, connect: str, topics: tuple[bytes, ...]) -> Socket:
+        """Return a SUB connected to the broker's endpoint, subscribed to `topics`."""
         socket = self._new(zmq.SUB, HEADER_MAX)
         for topic in topics:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
@@ -151,7 +157,9 @@ class Sockets:
         return self._bind_all(socket, bind, "subscribe", listeners=True)
 
     def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM, role: KeyRole = "brokers") -> Socket:
-        """Return a connecting DEALER. `role` is that of the port's key, where there are keys."""
+        """Return a connecting DEALER. `maximum` is the bytes of a frame, `hwm` the messages of each queue, `role` that
+        of the port's key, where there are keys. Raises StartError for a wrong address, and ConfigError as `check`
+        does."""
         return self._connect(self._new(zmq.DEALER, maximum, hwm), connect, role)
 
     def router(
@@ -163,12 +171,12 @@ class Sockets:
         domain: Domain = "data",
         answers_one_frame: bool = False,
     ) -> Socket:
-        """Return a bound ROUTER. With `ROUTER_MANDATORY`, a send to a peer that is gone raises EHOSTUNREACH, to a
-        full one EAGAIN.
+        """Return a bound ROUTER. A send raises EHOSTUNREACH if the peer has gone, EAGAIN if its queue is full. Raises
+        StartError where an endpoint is taken.
 
-        `unread` messages of each connection are read ahead: times `maximum`, that is the memory that a connection
-        may take. `domain` gives the keys that may connect, where there are keys. Where all messages sent here have
-        one frame (`answers_one_frame`), no peer chooses its routing id (`_number_all`).
+        A connection may use `unread` x `maximum` bytes of memory. `domain` gives the keys that may connect, where there
+        are keys. Set `answers_one_frame` if every message that this socket sends has one frame; peers then cannot
+        choose their routing ids (`_number_all`).
         """
         _seed_routing_ids()
         socket = self._new(zmq.ROUTER, maximum, hwm)
@@ -185,7 +193,7 @@ class Sockets:
         """Return a ROUTER of one process and its endpoint: `host` is `ipc:///path` or `tcp://address:port` (used as
         they are), or `tcp://address` (any port).
 
-        A path `.../node-1f` is used once, so `.../node-*` files of dead processes are removed. With keys, the end of
+        Each process binds a new path `.../node-<number>`; files of dead processes are removed. With keys, the end of
         the endpoint names the key that this port proves.
         """
         if host.startswith("ipc://"):
@@ -197,8 +205,8 @@ class Sockets:
         return socket, f"{endpoint}{MARK}{self._keys.public.decode()}" if self._keys is not None else endpoint
 
     def connections(self, socket: Socket) -> Callable[[], bool]:
-        """Return a function for a connecting socket: it returns true if a connection was made since its last call,
-        also the first."""
+        """Return a function for a connecting socket: it returns true if a handshake has succeeded since its last call;
+        the first connection counts too."""
         monitor: Socket = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         monitor.setsockopt(zmq.LINGER, 0)
         self._open.append(monitor)

@@ -29,9 +29,10 @@ class Learned(Struct, frozen=True, gc=False):
 
 
 class Follower:
-    """The follower of one rank. `missed`: the index was cleared although the rank still has the blocks; the part
-    that asks the rank to name them resets it. `ours`: the publisher is a node of ours, whose hashes need no
-    translation. A message that cannot be read clears the index, since its content is unknown. `counts` gets
+    """The follower of one rank. `missed`: the index was cleared and may lack blocks that the rank still has; for a node
+    of ours, the next ping asks for them and resets it. `replay`: the publisher can send old messages again. `ours`: the
+    publisher is a node of ours, whose hashes need no translation. A message that cannot be read clears the index, since
+    its content is unknown. `counts` gets
     `kv_gaps`, `kv_restarts`, what the translation left out, here or at a node of ours (`kv_events.LEFT_OUT`), and
     `rejected_<reason>` for such a message."""
 
@@ -44,18 +45,20 @@ class Follower:
         self.missed = False
 
     def live(self, frames: Sequence[bytes]) -> Learned:
-        """Take a message of the stream. RemoteProtocolError when it has no sequence number."""
+        """Take a message of the stream; return the changes and the replay to ask for. Raises RemoteProtocolError
+        without a valid sequence number (0 or more)."""
         seq, payload = split_frames(frames)
         if seq < 0:
             raise RemoteProtocolError("frames", "an end of replay in the stream")
         return self._learned(self.sequence.live(seq, payload))
 
     def replayed(self, frames: Sequence[bytes]) -> Learned:
-        """Take an answer to a replay. RemoteProtocolError when it has no sequence number."""
+        """Take an answer to a replay. Raises RemoteProtocolError when it has no sequence number."""
         return self._learned(self.sequence.replayed(*split_frames(frames)))
 
     def unanswered(self) -> Learned:
-        """End the running replay, which took too long."""
+        """End the running replay, because its answers have stopped. The result may ask for another replay, or clear the
+        index after ATTEMPTS without progress."""
         return self._learned(self.sequence.unanswered())
 
     def _learned(self, steps: Sequence[Step]) -> Learned:

@@ -1,11 +1,10 @@
 """One publisher's sequence numbers: what is in order, what is missing, and when it restarted. Pure; it moves no
 bytes.
 
-There is no epoch on this wire, so a live number that falls means that the publisher restarted and nothing known of
-it holds. Skipped numbers are asked for (`Replay`). The end of a replay does not prove that nothing is missing, so
-only contiguous numbers count, and a hole is asked for again. When the publisher no longer has it, everything known
-is void, and the sequence starts again after the hole.
-"""
+There is no epoch on this wire, so a live number that does not rise means that the publisher restarted and nothing known
+of it holds. Skipped numbers are asked for (`Replay`). The end of a replay does not prove that nothing is missing, so
+only contiguous numbers count, and a hole is asked for again. When the publisher no longer has it, everything known is
+void, and the sequence starts again after the hole."""
 
 from __future__ import annotations
 
@@ -19,6 +18,8 @@ ATTEMPTS = 3
 
 
 class Deliver(Struct, frozen=True, gc=False):
+    """Take this message: it is the next one in order."""
+
     payload: bytes
 
 
@@ -39,8 +40,8 @@ class Sequencer:
     """The sequence of one publisher. Call `live` for each message of the stream, `replayed` for each answer of a
     replay; both return the steps to take.
 
-    Without `replay` a hole voids at once. A stream joined late is asked for its beginning first. `counts` gets
-    `kv_gaps` and `kv_restarts`.
+    With `replay`, holes and the beginning of a stream joined late are asked for; without it, a hole gives Void at once
+    and a stream begins where it is joined. `counts` gets `kv_gaps` and `kv_restarts`.
     """
 
     def __init__(self, counts: Counter[str], *, replay: bool) -> None:
@@ -49,14 +50,18 @@ class Sequencer:
         self._next: int | None = None
         self._last_live = -1
         self._held: dict[int, bytes] = {}
-        self._asked_at: int | None = None  # what was missing when the replay under way was asked for
+        self._asked_at: int | None = None  # the first missing number when the running replay was asked for
         self._attempts = 0
 
     @property
     def replaying(self) -> bool:
+        """True while a replay was asked for and has not ended."""
         return self._asked_at is not None
 
     def live(self, seq: int, payload: bytes) -> list[Step]:
+        """Take message `seq` of the stream; return the steps in order: Void after a restart (`seq` is not above the
+        last one), Deliver for what is now in order, Replay for a new hole. With more than MAX_HELD held messages it
+        gives the hole up."""
         steps: list[Step] = []
         if self._next is None:
             self._next = 0 if self._replay else seq
@@ -97,7 +102,8 @@ class Sequencer:
         return [self._ask()] if self._attempts < ATTEMPTS else self._give_up()
 
     def unanswered(self) -> list[Step]:
-        """End the running replay, which took too long."""
+        """End the running replay, because its answers have stopped: ask again, or give up after ATTEMPTS without
+        progress."""
         return self.replayed(-1, b"") if self.replaying else []
 
     def _ask(self) -> Replay:

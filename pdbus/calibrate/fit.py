@@ -11,22 +11,24 @@ from nodes.own.engines.timing import SimTiming
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measurement: the work in the terms of `SimTiming`, and its duration."""
+    """A measurement of `steps` engine steps together, in the terms of `SimTiming`: all numbers are totals over these
+    steps. `context_tokens` is also summed over the rows; `seconds` is the duration of all steps."""
 
     steps: int
     prefill_tokens: int
-    decode_rows: int  # summed over the steps
-    context_tokens: float  # summed over the steps
+    decode_rows: int
+    context_tokens: float
     seconds: float
 
     @property
     def work(self) -> tuple[float, ...]:
-        """The work in the order of the timing's fields. Either all steps of a point feed one token, or all feed
-        more."""
+        """The work in the order of the timing's fields. In a point, either each step feeds one token, or each feeds
+        more than one."""
         batched = self.prefill_tokens + self.decode_rows > self.steps
         return self.steps, self.prefill_tokens, self.decode_rows, self.context_tokens, self.steps * batched
 
     def predicted_s(self, timing: SimTiming) -> float:
+        """Return the seconds that these steps take by `timing`."""
         each_s: tuple[float, ...] = astuple(timing)
         return sum(count * seconds for count, seconds in zip(self.work, each_s, strict=True))
 
@@ -48,8 +50,8 @@ def fit(points: Sequence[Point]) -> SimTiming:
     return SimTiming(*best)
 
 
-def errors(points: Sequence[Point], timing: SimTiming) -> list[float]:
-    """Return the relative error of the model at each point."""
+def relative_errors(points: Sequence[Point], timing: SimTiming) -> list[float]:
+    """Return predicted / measured - 1 for each point: 0.1 where the model is 10 % too slow."""
     return [point.predicted_s(timing) / point.seconds - 1.0 for point in points]
 
 

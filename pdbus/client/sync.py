@@ -31,9 +31,9 @@ class Client(BaseClient):
             nothing is resumed.
         connect_timeout_s: how long a controller may leave a submit unanswered, or may have no rank yet (from which
             this client learns the model, and whether prefill and decode are split).
-        overloaded_s, no_rank_s: before the first token, how long after the submit an overloaded cluster is tried
-            again, and how long after the first such answer a cluster without a rank for the request. Default: only
-            `retries` counts.
+        overloaded_s, no_rank_s: seconds in which a request without a first token is retried: while the cluster is
+            overloaded, counted from the submit; while no rank can take it, counted from the first such answer. Default:
+            no time limit, only `retries`.
         keys: directory of CURVE keys.
         model: for text; default: the model that the controller's ranks serve.
         tokenizer: for text: a folder with the model's `tokenizer.json`, or the word `bytes` (default: the model's own
@@ -57,7 +57,7 @@ class Client(BaseClient):
         self.close()
 
     def close(self) -> None:
-        """Cancel live requests and close the connections; idempotent."""
+        """Cancel live requests and close the connections. Calling it again does nothing."""
         self._channel.stop()
 
     def generate(
@@ -77,28 +77,32 @@ class Client(BaseClient):
         return self._begin(ids, options, its)
 
     def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> Stream:
-        """Submit token ids (each from 0 to 2147483647); the stream's pieces carry ids alone."""
+        """Submit token ids (each from 0 to 2147483647, else ConfigError); the stream's pieces carry ids alone. The
+        first call may wait up to `connect_timeout_s` to ask the controller for its roles."""
         check_options(options)
         return self._begin(ids, options, None)
 
     def status(self, *, timeout_s: float | None = None) -> Status:
-        """Return the status of the controller (that of the decode legs): its ranks and counts. Raises PeerLost when it
-        does not answer within `timeout_s` (default: `connect_timeout_s`)."""
+        """Return the status of the controller (with two: that of the decode legs): its ranks and counts. Raises
+        PeerLost when it does not answer within `timeout_s` (default: `connect_timeout_s`)."""
         return self._ask_status(self._channel, timeout_s).result()
 
     def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
-        """Return what controller and ranks recorded of the request `rid`, as `pdbus trace` shows it. Raises
-        RequestFailed when this client may not see it, and PeerLost as `status` does."""
+        """Return what controller and ranks recorded of the request `rid`, as `pdbus trace` shows it. Without a record
+        of this rid, the newest one that begins with `rid-` is taken (`rid` of the reply); `parts` is empty where none
+        is left. Raises RequestFailed when this client may not see it, and PeerLost as `status` does."""
         return self._ask_trace(self._channel, rid, timeout_s).result()
 
     def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
-        """Drain a rank: it finishes its requests and leaves. Raises RequestFailed when the controller knows no such
-        rank, ConfigError for an invalid name, and PeerLost as `status` does."""
+        """Order a rank to finish its requests and leave; return when the controller has taken the order. Raises
+        RequestFailed for an unknown rank or without an admin's key, ConfigError for an invalid name, and PeerLost as
+        `status` does."""
         self._ask_drain(self._channel, instance, dp_rank, timeout_s).result()
 
     def drain_role(self, role: Role, model: str = "", *, timeout_s: float | None = None) -> None:
         """Drain all ranks of a role, of one model or of all models. The controller then does not report the role as
-        missing, unless it has the setting to expect it. Raises PeerLost as `status` does."""
+        missing, unless it has the setting to expect it. Raises RequestFailed without an admin's key, and PeerLost as
+        `status` does."""
         self._ask_drain_role(self._channel, role, model, timeout_s).result()
 
     def _begin(self, ids: Sequence[int], options: Options, text: ModelText | None) -> Stream:
@@ -115,8 +119,8 @@ class Stream(BaseStream):
     end.
 
     One thread may iterate, any thread may cancel. Leaving the loop early cancels the request, and so does dropping the
-    stream before its end. `result` is available after the iteration (also after RequestFailed). `rid` is the request's
-    id.
+    stream before its end, unless `continue_on_disconnect` is set and no loop has begun. `result` waits for the end.
+    `rid` is the request's id.
     """
 
     def __init__(
@@ -127,8 +131,8 @@ class Stream(BaseStream):
 
     @property
     def result(self) -> Result:
-        """The result of the request. Waits for its end and drops output that was not read. Does not raise if it
-        failed."""
+        """The result of the request. It waits for the end and drops output not yet read, so only the thread that
+        iterates may ask for it. A failed request raises nothing here."""
         for _ in self._pieces():
             pass
         assert self._result is not None

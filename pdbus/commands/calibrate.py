@@ -23,7 +23,7 @@ from nodes.own.engines.factory import default_engine
 from nodes.own.engines.timing import TimingFile
 from pdbus.calibrate.check import METHOD, Agreement, check
 from pdbus.calibrate.engines import probe_of
-from pdbus.calibrate.fit import Point, errors, fit
+from pdbus.calibrate.fit import Point, fit, relative_errors
 from pdbus.calibrate.measure import measure
 from pdbus.commands.common import ProgressLine, leave_on_signals
 from pdbus.commands.lab import option
@@ -112,7 +112,7 @@ def _spec(engine: str, model: str, engine_args: tuple[str, ...], options: dict[s
 
 def _file(engine: str, model: str, points: list[Point], *, first_at_decode: bool) -> TimingFile:
     timing = fit(points)
-    off = [abs(error) for error in errors(points, timing)]
+    off = [abs(error) for error in relative_errors(points, timing)]
     return TimingFile(
         engine=engine, model=model, timing=timing, first_at_decode=first_at_decode, typical_error=median(off),
         worst_error=max(off), points=[asdict(point) for point in points],

@@ -19,7 +19,7 @@ from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, Run, result_of, row_of
 from pdbus.lab.config import LabConfig
-from pdbus.lab.live import LiveEngine, comparable, run_live
+from pdbus.lab.live import LiveEngine, run_live, virtual_twin
 from pdbus.lab.metrics import estimate
 from pdbus.lab.plots import prepare, write_plots
 from pdbus.lab.simulate import simulate
@@ -170,7 +170,7 @@ def _live(
                     name = row_of(method, config)
                     live = result_of(run_live(requests, method, config, engine, status.update), config)
                     status.update(f"{name} once more in virtual time")
-                    twin = comparable(config, engine)
+                    twin = virtual_twin(config, engine)
                     virtual = result_of(simulate(requests, method, twin), twin, f"{name} (virtual)")
                     results += [live, virtual]
                     console.print(_beside(live, virtual), highlight=False, soft_wrap=True)

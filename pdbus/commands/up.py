@@ -91,9 +91,9 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     show_default=True,
     help="slo: requests that can still have their first token in time go first, short prompts before long ones.",
 )
-@cli.setting(ControllerConfig, "--ttft-slo-s", type=cli.Seconds(), help="slo: for requests that name none.")
+@cli.setting(ControllerConfig, "--ttft-slo-s", type=cli.Seconds(), help="slo: for requests that state no SLO.")
 @cli.setting(
-    ControllerConfig, "--tpot-slo-s", type=cli.Seconds(0), help="slo: the same for each further token; 0: none."
+    ControllerConfig, "--tpot-slo-s", type=cli.Seconds(0), help="slo: the same for each further token; 0: no limit."
 )
 @cli.slo_class_option
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
@@ -106,7 +106,7 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     type=click.IntRange(0),
     default=5,
     show_default=True,
-    help="Restarts of a part within a minute of service before the whole cluster is stopped.",
+    help="Restarts of a part within 60 s of its service; one more failure stops the whole cluster.",
 )
 @click.option(
     "--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="Log level of the parts."

@@ -48,10 +48,10 @@ class LiveEngine:
     args: tuple[str, ...] = ()  # vllm's own arguments
 
 
-def comparable(config: LabConfig, engine: LiveEngine = LiveEngine()) -> LabConfig:
-    """Return `config` for a virtual run to compare with a live one on this machine: reports are neither late nor lost.
-    Sim nodes fetch KV caches at once, and prefill makes the first token; for other engines the timing file decides
-    that."""
+def virtual_twin(config: LabConfig, engine: LiveEngine = LiveEngine()) -> LabConfig:
+    """Return `config` for the virtual run that is compared with a live one: reports have no delay and no loss, and
+    there is one controller. For sim, fetching a KV cache takes almost no time and prefill makes the first token; for
+    other engines `config` keeps its own values for both."""
     alike = replace(config, report_delay_s=0.0, report_loss=0.0, controllers=1)
     return replace(alike, kv_fetch_token_s=1e-7, first_at_decode=False) if engine.name == "sim" else alike
 
@@ -59,8 +59,11 @@ def comparable(config: LabConfig, engine: LiveEngine = LiveEngine()) -> LabConfi
 def run_live(
     trace: Trace, method: str, config: LabConfig, engine: LiveEngine, on_progress: Callable[[str], None]
 ) -> Outcome:
-    """Replay `trace` with `method` in real time. Raises ConfigError when the method has no live form, and BusError when
-    a request fails, because figures without it would be too good."""
+    """Start a cluster as `config` says, replay `trace` on it in real time, stretched to `config.load`, and return the
+    outcome, in seconds from the start of the trace.
+
+    Raises ConfigError where no controller can run a method or there are no decode ranks, StartError where the cluster
+    does not start, and BusError when a request fails, because figures without it would be too good."""
     if any(find(name) is None for name in (method, config.decode_method)):
         raise ConfigError(f"--live runs what a controller can: {', '.join(POLICIES)}, or module:Class of your own")
     if not config.decode_ranks:
@@ -84,7 +87,8 @@ def _warm_up(client: Client, config: LabConfig) -> None:
 def replay_on(
     client: Client, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
 ) -> Outcome:
-    """Submit `trace` at its own times to a cluster that serves nothing else. Raises BusError when a request fails."""
+    """Submit each request `arrival_s` seconds after the start to a cluster that serves nothing else, and return the
+    outcome once all have ended. Raises BusError when a request fails."""
     rooms = rooms_of(trace, config)
     prompts = [make_prompt(request, trace.block_tokens, number) for number, request in enumerate(trace.requests)]
     outcome = Outcome(method, [RequestOutcome(request) for request in trace.requests], config.sample_s)
@@ -117,8 +121,8 @@ def replay_on(
 
 @contextmanager
 def sampling(sample: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Call `sample` now and every `every_s` seconds, on a thread, until the end of the `with`, which raises its
-    error."""
+    """Call `sample` now and every `every_s` seconds, on a thread, until the end of the `with`. If the block raises
+    nothing, an error of `sample` is raised at its end."""
     ended = threading.Event()
 
     def run() -> None:
@@ -138,7 +142,8 @@ def sampling(sample: Callable[[], None], every_s: float) -> Iterator[None]:
 
 
 def make_prompt(request: TraceRequest, block_tokens: int, number: int) -> array[int]:
-    """Return token ids whose full blocks depend on the trace's hashes alone; the rest is different for each request."""
+    """Return `prompt_tokens` token ids. A full block with a hash depends on that hash alone; all other tokens depend on
+    `number`, which must be different for each request."""
     prompt = array("i")
     for block in range(request.prompt_tokens // block_tokens):
         name = f"{request.hashes[block]}" if block < len(request.hashes) else f"own {number} {block}"
@@ -161,7 +166,7 @@ def _queued(status: Status, ranks: int) -> array[int]:
 
 
 def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
-    """Take the figures that only the nodes know from their last reports."""
+    """Set the figures that only nodes know, from their last reports."""
     loads = {role: [r.load for r in status.ranks if r.role == role and r.load] for role in ("prefill", "decode")}
     prompt = sum(load.admitted_tokens_total for load in loads["prefill"])
     outcome.cache_hit_rate = sum(load.cached_tokens_total for load in loads["prefill"]) / prompt if prompt else 0.0
@@ -171,7 +176,8 @@ def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
 
 
 def spec_of(method: str, config: LabConfig, block_tokens: int, engine: LiveEngine) -> ClusterSpec:
-    """Return the cluster that `config` describes."""
+    """Return the ClusterSpec for `config`: methods, numbers of ranks and queue settings. The timing, the capacities
+    (tokens) and `block_tokens` are used for sim alone."""
     spec = ClusterSpec(
         prefill=config.ranks,
         decode=config.decode_ranks,

@@ -89,7 +89,7 @@ def _summary(figures: Figures, width: int) -> list[Text]:
     right = [
         fact("ttft", *quantiles(figures.ttft)),
         fact("tpot", *quantiles(figures.tpot)),
-        fact("cache", (share(figures.hits), "bold"), "of prompt tokens hit"),
+        fact("cache", (share(figures.hits), "bold"), "prompt tokens cached"),
     ]
     for one, other in zip(left, right, strict=True):
         one.append(" " * max(1, max(38, width // 2 - 2) - one.cell_len)).append_text(other)
@@ -141,7 +141,7 @@ def _detail(each: RankFigures, history: History, width: int) -> list[Text]:
         fact("estimate", f"{rank.estimate_requests} requests", f"{number(rank.estimate_tokens)} tokens"),
         fact("requests", (f"{number(each.requests_s)}/s", "bold"), f"{rank.outstanding} here",
              f"{rank.dispatched_total} sent", f"{rank.ended_total} ended",
-             (f"{rank.failed_total} not well", "red" if rank.failed_total else PLAIN)),
+             (f"{rank.failed_total} ended badly", "red" if rank.failed_total else PLAIN)),
         fact("tokens", *([] if each.prompt_s is None else [(f"{number(each.prompt_s)}/s in", "bold")]),
              (f"{number(each.output_s)}/s out", "bold"), f"cache hits {share(each.hits)}"),
         fact("ttft", *quantiles(each.ttft)),

@@ -26,7 +26,7 @@ from nodes.own.engines.timing import SimTiming, TimingFile, timing_named
 from nodes.own.kinds import own_runner
 from nodes.vllm.engine import EngineThread
 from pdbus.calibrate.check import _fetch_token_s
-from pdbus.calibrate.fit import Point, errors, fit
+from pdbus.calibrate.fit import Point, fit, relative_errors
 from pdbus.calibrate.measure import measure
 from pdbus.calibrate.probe import Probe
 from pdbus.client import Client, Piece
@@ -62,7 +62,7 @@ def test_the_parameters_of_the_sim_engine_are_found(timing: SimTiming) -> None:
     found = fit(points)
     for name in ("base_s", "per_prefill_token_s", "per_decode_row_s", "per_context_token_s", "batched_s"):
         assert getattr(found, name) == pytest.approx(getattr(timing, name), rel=1e-6, abs=1e-12), name
-    assert max(map(abs, errors(points, found))) < 1e-6
+    assert max(map(abs, relative_errors(points, found))) < 1e-6
 
 
 def test_what_is_asked_covers_chunks_batches_and_contexts() -> None:
@@ -81,7 +81,7 @@ def test_noise_of_some_percent_moves_no_parameter_by_much_more() -> None:
     found = fit(noisy)
     assert found.base_s == pytest.approx(7e-3, rel=0.1)
     assert found.per_prefill_token_s == pytest.approx(1e-4, rel=0.1)
-    assert sorted(map(abs, errors(noisy, found)))[len(noisy) // 2] < 0.05
+    assert sorted(map(abs, relative_errors(noisy, found)))[len(noisy) // 2] < 0.05
 
 
 def test_a_term_that_would_come_out_below_nothing_is_left_out() -> None:

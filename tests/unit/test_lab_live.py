@@ -9,7 +9,7 @@ import pytest
 
 from bus.wire.hashing import block_hashes
 from pdbus.lab.config import LabConfig
-from pdbus.lab.live import LiveEngine, comparable, make_prompt, sampling, spec_of
+from pdbus.lab.live import LiveEngine, make_prompt, sampling, spec_of, virtual_twin
 from pdbus.lab.simulate import RequestOutcome, rooms_of, simulate
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher.spec import Addresses
@@ -53,7 +53,7 @@ def test_what_shares_blocks_shares_them_when_it_is_made_shorter() -> None:
 
 def test_the_virtual_run_beside_a_live_one_has_the_timing_of_its_engine() -> None:
     measured = replace(CONFIG, kv_fetch_token_s=3e-5, first_at_decode=True, report_delay_s=0.1, report_loss=0.5)
-    sim, vllm = comparable(measured, LiveEngine()), comparable(measured, LiveEngine("vllm", "smollm2"))
+    sim, vllm = virtual_twin(measured, LiveEngine()), virtual_twin(measured, LiveEngine("vllm", "smollm2"))
     assert (sim.kv_fetch_token_s, sim.first_at_decode) == (1e-7, False)
     assert (vllm.kv_fetch_token_s, vllm.first_at_decode) == (3e-5, True)
     assert {(twin.report_delay_s, twin.report_loss) for twin in (sim, vllm)} == {(0.0, 0.0)}

@@ -45,7 +45,7 @@ def test_it_fits_whatever_the_size(page: str, width: int, height: int, ranks: in
 @pytest.mark.parametrize("width", [80, 140])
 def test_it_tells_all_that_an_operator_asks_for(width: int) -> None:
     text = "\n".join(shown(cluster(), width=width))
-    for words in ("1 lost", "2/s", "p50 175ms", "p99 30ms", "6 alive", "1 expired", "25%  of prompt tokens hit",
+    for words in ("1 lost", "2/s", "p50 175ms", "p99 30ms", "6 alive", "1 expired", "25%  prompt tokens cached",
                   "deadline 4", "! decode-0/1 is lost for 5.0s", "decode-0/2", "tok/s", "rst"):  # fmt: skip
         assert words in text, words
     header = next(line for line in shown(cluster(), width=width) if "rank" in line and "state" in line)

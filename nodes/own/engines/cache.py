@@ -33,10 +33,12 @@ def cache_root() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path, Progress], None], progress: Progress = no_progress) -> Path:
-    """Return the cached directory `name`. If it is missing, `make` fills an empty one, which then takes that name.
+    """Return the cached directory `name` (one path component). If it is missing, call `make(directory, progress)` on an
+    empty directory, then give it that name.
 
     Other processes that want it wait for the one that makes it, and report its progress (from the lock file). A
-    process that dies leaves no incomplete directory. ConfigError when the cache cannot be written.
+    process that dies leaves no incomplete directory. Raises ConfigError for any
+    OSError, also one of `make`; other errors of `make` pass.
     """
     target = cache_root() / name
     if target.is_dir():
