@@ -286,7 +286,8 @@ class ResolverProcess(Process):
     def want(self, room: int, dp_rank: int | None, deadline_s: float) -> None:
         if not self.alive or room in self.wanted:
             return
-        self.wanted[room] = _Wanted(self.world.now + deadline_s, dp_rank is not None)
+        began = max(self.world.now, self.paused_until)  # a process that is paused wants nothing before it goes on
+        self.wanted[room] = _Wanted(began + deadline_s, dp_rank is not None)
         with self.world.runs(self):
             self.resolver.want(room, deadline_s=deadline_s, prefill_instance="prefill", dp_rank=dp_rank)
 
