@@ -109,7 +109,7 @@ ELSEWHERE = {
     "Leg": "what RankLink gives, whose calls are the link's own: driven through it",
     "Policy": "what others write: tests/unit/test_policies_plugged_in.py",
     "PrefixPolicy": "likewise",
-    "Runner": "likewise: tests/unit/test_runner_contract.py",
+    "Runner": "likewise: tests/unit/test_foreign_runner.py",
     "EngineKind": "likewise: tests/integration/test_engine_from_outside.py",
     "Options": "the named arguments of generate",
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import is_dataclass
 from inspect import isfunction
+from pathlib import Path
 
 import fuzz_api
 import pytest
@@ -21,6 +23,8 @@ def test_everything_that_is_exported_is_driven() -> None:
     assert fuzz_api.exported().keys() - fuzz_api.made().keys() == set(driven)
     for kind in fuzz_api.made().values():  # the rest has no life: settings, records and functions
         assert is_dataclass(kind) or isfunction(kind), kind
+    for path in re.findall(r"tests/[\w/]+\.py", " ".join(fuzz_api.ELSEWHERE.values())):
+        assert (Path(__file__).parents[2] / path).exists(), path
 
 
 def test_a_refusal_that_comes_after_a_change_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
