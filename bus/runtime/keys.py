@@ -58,6 +58,12 @@ def load_keys(directory: Path | str, *roles: KeyRole, name: str = "", default: s
     write to the lists.
     """
     path = Path(directory)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass  # it has no key, which is said below
+    except OSError as error:
+        raise ConfigError(f"the keys in {path} cannot be read: {error.strerror}") from None
     _check_lists(path)
     role = roles[-1].removesuffix("s")
     chosen, names = roles[0], [name]

@@ -553,3 +553,9 @@ def test_which_lists_others_may_write(
     monkeypatch.setattr(security, "check_private", lambda path: None)
     with nullcontext() if passes else pytest.raises(ConfigError, match="others may write"):
         security.load_keys(tmp_path / "keys", "brokers")
+
+
+@pytest.mark.parametrize("folder", ["x" * 3000, "/dev/null/keys"])
+def test_a_folder_of_keys_that_cannot_be_looked_at_is_one_line(folder: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_keys(folder, "nodes")
