@@ -64,9 +64,7 @@ class BaseClient:
         self._controllers = controllers_of(controller, prefill_controller, decode_controller)
         self._patience = patience(retries, connect_timeout_s, overloaded_s, no_rank_s)
         self._texts = ModelTexts(model, places_of([str(tokenizer)]) if tokenizer else None)
-        self._learnt: dict[
-            str, tuple[Legs, int]
-        ] = {}  # by model: the legs of its requests, and the block size of hashes
+        self._learnt: dict[str, tuple[Legs, int]] = {}  # by model: its requests' legs, and the block size of hashes
         self._start(keys, seed)
 
     def _start(self, keys: str | Path, seed: int | None) -> None:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(build.CORES == "pure", reason="of pure cores tes
 
 
 def steps(script: Callable[[], object]) -> float:
-    """Of one of what a script does so often."""
+    """Return the processor's steps for one of the `TIMES` repetitions of a script."""
     try:
         return 1000 * native(script) / scripts.TIMES
     except OSError as error:

@@ -1,4 +1,5 @@
-"""`python -m benchmarks peers` measures whoever is there, in one run; a made-up peer stands in for SGLang and vLLM."""
+"""`python -m benchmarks peers` measures the peers that are installed, in one run; here a made-up peer replaces SGLang
+and vLLM."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ SHOWN = {
     "pdbus.plugin.on": "tests/unit/test_sglang_document.py",
 }
 UNTYPED_MAX = 15
-SHORT = "--duration-s 15"  # of a trace whose figures nobody looks at
+SHORT = "--duration-s 15"  # of trace: no test reads these figures
 UNTYPED = {
     "make demo": "a checkout without an environment, which it downloads; CI is these two lines",
     "pip install -c constraints.txt": "a fresh machine; make test-dist installs the wheel and the sdist",

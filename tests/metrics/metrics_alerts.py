@@ -142,13 +142,14 @@ class Rule:
 
 
 def span(world: World, chapter: str) -> tuple[float, float]:
-    """Of a record: its last sample is the chapter's end, and before its first each part has answered."""
+    """Return the first and the last moment of a chapter's record: each part has answered before the first, and the last
+    is the end of the chapter."""
     now = world.chapters[chapter]
     return now.end - int((now.end - now.start) / SCRAPE_S - 1) * SCRAPE_S, now.end
 
 
 def recorded(world: World, selector: str, chapter: str) -> Record:
-    """Where a part did not answer a scrape its series stay what they were: it was busy."""
+    """Return the samples of `selector`. Where a busy part did not answer a scrape, its series keep their last value."""
     start, end = span(world, chapter)
 
     def of(selector: str) -> list[tuple[Labels, Values]]:

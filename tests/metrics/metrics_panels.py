@@ -220,26 +220,28 @@ def scaled(bounds: Bounds, by: float) -> Bounds:
 
 
 def fresh(chapter: Chapter) -> Lines:
-    """All report four times a second, however late; who is silent for a lease is lost."""
+    """Return the bounds of a report's age, seconds: each rank reports four times a second, and is lost after a
+    lease."""
     return dict.fromkeys(RANKS, (0.0, LEASE_S / 2))
 
 
 def stale(chapter: Chapter) -> Lines:
-    """As old as the stop was when the page was made: a report may have been on its way, or be as old as it may."""
+    """Return the bounds of the age while one rank is stopped: its last report is about as old as the stop was when the
+    page was made. It may have been on its way then, or have had the age of a usual report already."""
     low, high = chapter.facts["shown_s"] - 0.5, chapter.facts["stopped_s"] + LEASE_S / 2
     return fresh(chapter) | {"decode-1/0": (low, high)}
 
 
 def lag(chapter: Chapter) -> Bounds:
-    """As long as the rank was stopped after the request was sent, and no longer than its client waited for the first
-    token. Acknowledgements are looked at from a moment on that comes each second, and come with reports."""
+    """Return the bounds of the acknowledgement's delay, seconds: at least the stop after the request was sent, at most
+    the client's time to the first token. Acknowledgements come with reports, and are looked for once a second."""
     (sent,) = chapter.sent
     late = sent.ttft_s - chapter.facts["stopped_s"]
     return seconds(chapter.facts["stopped_s"] - 1.1 - 2 * late, sent.ttft_s + 0.5)
 
 
 def waited(q: float) -> Callable[[Chapter], Lines]:
-    """The first token came after the stop, but no later than at its client."""
+    """Return the bounds of a time to the first token: it came after the stop, and no later than the client had it."""
 
     def bounds(chapter: Chapter) -> Bounds:
         (sent,) = chapter.sent

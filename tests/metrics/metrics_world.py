@@ -48,7 +48,7 @@ from pdbus.launcher import Cluster, ClusterSpec
 EXAMPLES = Path(__file__).parents[2] / "examples" / "observability"
 WAIT_S = 120.0  # of a busy machine; a wait that succeeds ends with its event
 SCRAPE_S = 0.5
-SETTLED_S = 0.2  # for what nobody waits for: reports, rooms
+SETTLED_S = 0.2  # seconds for reports and rooms, which no event announces
 PARTS = 8  # broker, two controllers, four nodes, the edge
 HANG = 510  # a step that is fed this token never ends
 DECODE_STEP_S = 0.025

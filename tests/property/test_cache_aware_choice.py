@@ -21,7 +21,7 @@ DEPTHS = [0, 1, 2, 31, 32, 33, 63, 64, 65, 79, 80]
 
 
 def facts_of(case: Case) -> dict[str, Any]:
-    """Of one rank."""
+    """The state of one rank."""
     queued = case.choice((case.randint(0, 3), case.randint(0, 90) * SIZE, case.randint(0, 2000)))
     return {
         "queued": queued,

@@ -29,7 +29,7 @@ Maker = Callable[[Case], Any]
 
 
 def message(case: Case, kind: type[Message]) -> Any:
-    """Of one kind, within the bounds of its fields."""
+    """Return a random message of one kind, within the bounds of its fields."""
     return case.note(_maker(kind)(case))
 
 
