@@ -277,7 +277,7 @@ scenarios: setup ## Each of tests/simulation/scenarios.toml in the simulation an
 scenarios-old: setup ## The same with processes of release 0.1.0 among today's: each request ends once, nothing is left
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.play --old
 
-test-simulation: setup ## Two CPU minutes of simulated clusters (always the same; simulate takes others); scenarios
+test-simulation: setup ## Four CPU minutes of simulated clusters (always the same; simulate takes others), and scenarios
 	@echo "==> simulation"
 	@$(MAKE) --no-print-directory simulate SEEDS=0:200 JOBS=2 CPU_S=120
 	@$(MAKE) --no-print-directory simulate SEEDS="0:100 --guests" JOBS=2 CPU_S=60

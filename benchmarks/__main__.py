@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from bus.errors import ConfigError
-from bus.runtime import cli, interrupt, logs
+from bus.runtime import cli, logs
 
 NEEDED_BY = {
     "rooms": ("aiohttp", "requests"),
@@ -117,7 +117,5 @@ def _interpreters(pairs: Sequence[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    interrupt.leave_at_once()
     logs.configure("warning", part="benchmarks")
-    interrupt.raise_again()
     cli.run(bench, "benchmarks")

@@ -1,7 +1,7 @@
 """The bus: messages, sockets, publications and the bootstrap broker. It knows neither nodes nor controller.
 
-This package has the names that an engine embeds. The cores under them are in `bus.embed.publications` and
-`bus.embed.resolution`, the wire is in `bus.wire.messages` and `docs/protocol.md`. Names are loaded when they are
+This package has the names that an engine embeds. The cores for a loop of its own are in `bus.embed.checked`, the wire
+is in `bus.wire.messages` and `docs/protocol.md`. Names are loaded when they are
 first used, so importing the package is cheap.
 """
 

@@ -1,7 +1,7 @@
 """The balancer: it chooses the ranks of all legs of a submit at once, and keeps everything that the choice depends
 on.
 
-It is the only way from requests, reports and caches to load table, policies and late binding. Controller, lab and
+It is the way from requests, load reports and caches to load table, policies and late binding. Controller, lab and
 the SGLang plugin use it. It owns the order of these calls, and the charge of a leg; `controller.placement` knows
 which ranks may run a leg. Pure: time is an argument. Requests wait elsewhere.
 """

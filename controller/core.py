@@ -365,9 +365,10 @@ class ControllerCore:
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:
             here = self.table.ranks.get(loss.rank.key) is loss.rank
-            if here and self.members.state(loss.rank) in DEAD:
+            dead = here and self.members.state(loss.rank) in DEAD
+            if dead:
                 self.balancer.emptied(loss.rank)
-            if not here or self.members.state(loss.rank) in DEAD:
+            if dead or not here:
                 if loss.rank.follower is not None:
                     loss.rank.follower.missed = True  # should the same start come back
                 self.life.table.orphans.forget(loss.rank)

@@ -171,18 +171,17 @@ class Placement:
         """Return the further condition on ranks for this leg, apart from size; None, nearly always: all of `group`
         meet it."""
         facts, needs = group.facts(), submit.needs
-        paired, kinds = other is not None, facts.kv_kinds
+        kinds = facts.kv_kinds
         if other is not None:
             kinds = other.facts().kv_kinds if prefill is None else frozenset((prefill.kv_kind,))
         if kinds == facts.kv_kinds and len(kinds) == 1 and (not needs or facts.params.issuperset(needs)):
             return None
-        if (
-            other is not None and prefill is None
-        ):  # prefill goes where some decode rank can follow, at once if there is one
+        # Prefill goes where some decode rank can follow, at once if there is one.
+        if other is not None and prefill is None:
             ranks = [rank for rank in other.members if rank is not None and rank.ready]
             kinds = frozenset(rank.kv_kind for rank in [rank for rank in ranks if rank.candidate] or ranks) or kinds
         return lambda rank: (
-            rank.params.issuperset(needs) and (not paired or any(exchange(rank.kv_kind, kind) for kind in kinds))
+            rank.params.issuperset(needs) and (other is None or any(exchange(rank.kv_kind, kind) for kind in kinds))
         )
 
     @staticmethod

@@ -140,7 +140,7 @@ class PublisherCore:
 
 
 class ResolverCore:
-    """The look-up of rooms without sockets: it returns Publish and Send actions, and one `Resolved` for each want.
+    """The look-up of rooms without sockets: it returns Send actions, and one `Resolved` for each want.
     TypeError and ValueError say what is wrong with an argument; nothing has changed then.
 
     It computes the rank where an instance follows bootstrap rooms; else it asks the broker, for all rooms of a turn in
@@ -187,7 +187,7 @@ class ResolverCore:
         """
         known = integer(room)
         if not isinstance(prefill_instance, str) or (prefill_instance and NAME.fullmatch(prefill_instance) is None):
-            raise ValueError("prefill_instance is no name")
+            raise ValueError("prefill_instance is not a valid name")
         _same(asker)
         return self._core.want(
             room if known is None else known, seconds(now), deadline_s=number(deadline_s, "deadline_s"),
@@ -215,7 +215,7 @@ class ResolverCore:
     # --- what the broker says -----------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Action]:
-        """Handle an answer, a topology, a beacon or a publication of rooms; any other message is ignored."""
+        """Handle an answer, a topology or a beacon; any other message is ignored."""
         now = seconds(now)
         return self._core.on_message(_one_that(message, Beacon, Answer, Topology), now)
 

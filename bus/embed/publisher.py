@@ -1,7 +1,7 @@
 """A rank's publications from an engine's process: a thread of its own, and no call that blocks the engine's thread.
 
 `Publisher` puts the scheduler's calls into a bounded queue for a thread that owns the sockets. `PublisherCore`
-(`bus.embed.publications`, usable alone on the caller's own loop) decides what to publish.
+(`bus.embed.publications`) decides what to publish.
 """
 
 from __future__ import annotations

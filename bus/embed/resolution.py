@@ -97,7 +97,7 @@ class _Known:
 
 
 class ResolverCore:
-    """The look-up of rooms without sockets: it returns Publish and Send actions, and one `Resolved` for each want.
+    """The look-up of rooms without sockets: it returns Send actions, and one `Resolved` for each want.
 
     It computes the rank where an instance follows bootstrap rooms; else it asks the broker, for all rooms of a turn in
     one query. It handles lost answers, a restarted broker and a restarted rank by itself.
@@ -187,7 +187,7 @@ class ResolverCore:
     # --- from the broker ----------------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Action]:
-        """Handle an answer, a topology, a beacon or a publication of rooms; any other message is ignored."""
+        """Handle an answer, a topology or a beacon; any other message is ignored."""
         if isinstance(message, Answer):
             self._reacted_at = now
             return self._on_answer(message, now)

@@ -2,7 +2,7 @@
 thread.
 
 `Resolver` puts wants into a bounded queue for a thread that owns the sockets and collects the results for `poll`.
-`ResolverCore` (`bus.embed.resolution`, usable alone on the caller's own loop) finds the rooms.
+`ResolverCore` (`bus.embed.resolution`) finds the rooms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zmq
 
 from bus.actions import Send
 from bus.embed.publications import integer
-from bus.embed.resolution import Action, Resolved, ResolverCore
+from bus.embed.resolution import Action, ResolverCore
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.runtime.frames import send
@@ -34,7 +34,7 @@ from bus.wire import codec, topics
 from bus.wire.codes import Code
 from bus.wire.messages import FROM_BROKER, NAME, Location, Message
 
-__all__ = ["Resolved", "Resolver", "ResolverCore"]
+__all__ = ["Resolver"]
 
 TICK_S = 0.02
 WANTS_MAX = 65_536

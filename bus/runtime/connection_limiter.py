@@ -46,7 +46,6 @@ log = get_logger("bus")
 
 @dataclass(slots=True)
 class _Peer:
-    bound: _Bound
     source: str  # the process (ipc) or the host (tcp) it belongs to
     began: float
     sent_bytes: int = 0
@@ -163,7 +162,7 @@ class ConnectionLimiter:
         if source is None:
             return  # gone already
         self._left(bound, number)
-        bound.peers[number] = _Peer(bound, source, time.monotonic())
+        bound.peers[number] = _Peer(source, time.monotonic())
         bound.by_source[source] += 1
         if len(bound.peers) > self.most_each or sum(len(each.peers) for each in self._bound.values()) > self._most:
             self._cut_newest_of_most(bound, endpoint)

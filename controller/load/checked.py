@@ -44,9 +44,9 @@ class LoadTable:
     TypeError and ValueError say what is wrong, and then nothing is changed. A record that has
     left the table (its rank was closed, or opened again) stays as it is.
 
-    `request_overcommit` x `max_running` requests and `token_overcommit[role]` x `kv_capacity` tokens are a rank's
-    credit; a capacity of 0 in its hello means "not stated" and does not limit. `counts` says what was dropped and why.
-    """
+    `request_overcommit` x `max_running` requests and `kv_overcommit` (prefill: `prefill_overcommit`) x `kv_capacity`
+    tokens are a rank's credit; a capacity of 0 in its hello means "not stated" and does not limit. `counts` says what
+    was dropped and why."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class LoadTable:
         return self._table.apply(rank.key, rank.epoch, load, now)
 
     def take_in(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Do the same as `apply`, a later addition: the load is checked here too."""
+        """Do the same as `apply`: the load is checked here too."""
         return self.apply(key, epoch, load, now)
 
     def disbelieve(self, rank: RankLoad) -> None:

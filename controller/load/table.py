@@ -68,7 +68,7 @@ class LoadTable:
         self._groups: dict[tuple[str, str, str], Group] = {}
         self._closed: OrderedDict[tuple[MemberKey, int], tuple[int, int, int]] = OrderedDict()
         self._free_slots: list[int] = []
-        self._slot_keys = 0  # given out so far, free ones included
+        self._slots = 0  # given out so far, free ones included
         self.turn = 0  # dispatches charged so far
         self._fresh: TimerSlots[RankLoad] = TimerSlots()  # when to look whether a rank has reported since
         self._controllers: dict[int, tuple[int, float]] = {}  # epoch -> (seq of its last Sent, when)
@@ -99,7 +99,7 @@ class LoadTable:
         if self._free_slots:
             rank.slot = self._free_slots.pop()
         else:
-            rank.slot, self._slot_keys = self._slot_keys, self._slot_keys + 1
+            rank.slot, self._slots = self._slots, self._slots + 1
         self.ranks[rank.key] = rank
         for group in self._groups_of(rank):
             group.add(rank)
@@ -333,7 +333,7 @@ class LoadTable:
             assert (rank.requests, rank.tokens) == want, (rank, want)
             assert not rank.candidate or rank.ready, rank
         slots = [*self._free_slots, *(rank.slot for rank in self.ranks.values())]
-        assert sorted(slots) == list(range(self._slot_keys)), "every slot is taken once, or free"
+        assert sorted(slots) == list(range(self._slots)), "every slot is taken once, or free"
         for group in self._groups.values():
             assert {rank.key for rank in group.members if rank} == {
                 rank.key for rank in self.ranks.values() if group.takes(rank)

@@ -167,7 +167,7 @@ class Attempts:
     def _adopt_orphans(self, request: Request, held: list[HeldLeg], now: float, out: list[Action]) -> bool:
         """Take over a request that nodes still run from before my restart: it goes on there in its newest attempt,
         so that it does not run twice. Not if it is something else: a newer attempt, or one that its legs' ranks
-        could not have got. Their load is not charged here: they need not have reported it."""
+        could not have got. Whether these ranks have credit does not matter: they run it already."""
         submit = request.submit
         attempt = max([leg.attempt for leg in held])
         roles = ROLES[submit.leg]

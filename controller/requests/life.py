@@ -80,7 +80,6 @@ class RequestLifecycle:
         self._unclear = self.losses.unclear
         self.requests = self.table.requests
         self.queue = self.table.queue
-        self._trace = False
         self._wishing: dict[str, float] = {}  # clients that wait, or waited, for a TPOT of their own, since when
         if self._slo_classes is not None:  # a series that is born with a count has no increase of it
             counts.update(dict.fromkeys(("ttft_slo", "ttft_slo_kept", "ttft_slo_missed", "ttft_slo_exempt"), 0))
@@ -105,11 +104,11 @@ class RequestLifecycle:
     @property
     def trace(self) -> bool:
         """True if each request has log lines."""
-        return self._trace
+        return self._attempts.trace
 
     @trace.setter
     def trace(self, value: bool) -> None:
-        self._trace = self._attempts.trace = value
+        self._attempts.trace = value
 
     # --- from clients -----------------------------------------------------------------------------------------
 
@@ -351,7 +350,7 @@ class RequestLifecycle:
         self._counts["done"] += 1
         self._ends += 1
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
-        if self._trace:
+        if self._attempts.trace:
             out.append(Note("request.done", "debug", about_of(request)))
         record = self.table.remove(request, now)
         if self.spans and request.trace is not None:
@@ -429,12 +428,12 @@ class RequestLifecycle:
         self._log("request.failed", level, about | {"code": code, "why": sentence}, out)
 
     def _log(self, event: str, level: str, fields: dict[str, Any], out: list[Action]) -> None:
-        if level == "info" and not self._trace:
+        if level == "info" and not self._attempts.trace:
             if self._logged >= LOGGED_MAX:
                 self._not_logged += 1
                 return
             self._logged += 1
-        if level != "debug" or self._trace:
+        if level != "debug" or self._attempts.trace:
             out.append(Note(event, level, fields))
 
 

@@ -300,7 +300,7 @@ class RankCore:
         """Return the events of a request's legs here. `wall_s` turns this process's clock into seconds since 1970."""
         leg = self.legs.get(rid)
         records = [*self.history.of(rid), *([record_of(leg)] if leg is not None else [])]
-        return tuple([mark for record in records for mark in trace_events_of(record, wall_s)][-MAX_TRACE_EVENTS:])
+        return tuple([event for record in records for event in trace_events_of(record, wall_s)][-MAX_TRACE_EVENTS:])
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ and `streams` of the link), adoption (`attempts`, `table`, `unclear` of the requ
 and resume (the client's core), drawn with seed 1 as `make mutate` draws. The list is frozen: it was drawn before any
 was looked for, and who renames a symbol keeps its line.
 
-`unseen` says why no simulation can see one: what it changes is nothing that a client, an engine or an operator is
-promised.
+`unseen` says why no simulation can see one: it changes nothing that a client, an engine or an operator is promised, or
+something that small worlds do not have.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def main() -> None:
         if broke := hunt.trial(seed, switch, wanted):
             broken.append(f"seed {seed}: {broke}")
             print(f"UNMUTATED {broken[-1][:400]}", flush=True)
-    missed = [each.name for each in mutations if each.name not in hunt.found and not each.unseen]
+    looked_for = [each for each in mutations if not each.unseen and (each.seed >= 0 or not options.known)]
+    missed = [each.name for each in looked_for if each.name not in hunt.found]
     totals = hunt.totals
     print(
         f"{totals['trials']} trials unmutated, {totals['simulated_s']:.0f} simulated s in {totals['cpu_s']:.0f} CPU s; "

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tcp_links import HOST, Links, free_ports
+from tcp_links import HOST, Links
 
 from bus.endpoints import ControllerAddress
 from bus.errors import BusError
+from bus.runtime.ports import free_ports
 from bus.wire.messages import Status, StatusQuery
 from pdbus.client.channel import Channel
 from pdbus.client.core import Patience
@@ -45,11 +46,10 @@ class ProcessStage:
         self._bases: dict[str, int] = {}  # of who listens: its first port
         self._specs: dict[str, PartSpec] = {}
         self._children: dict[str, Child] = {}
-        self._paused: set[str] = set()
         self._asked: list[Asked] = []
         listeners = 1 + shape.controllers
         links = shape.controllers * 2 + len(shape.nodes()) * listeners
-        self._ports = iter(range(free_ports(PORTS * (listeners + links)), 1 << 16, PORTS))
+        self._ports = iter(range(free_ports(HOST, PORTS * (listeners + links)), 1 << 16, PORTS))
         self._lay_out()
         clients = [ControllerAddress(self._link("client-0", name)).clients for name in shape.controller_names()]
         self._clients = tuple(clients)

@@ -88,8 +88,7 @@ class _Awake:
 class SimSockets:
     """What shells use of `bus.runtime.sockets.Sockets`."""
 
-    refused: ClassVar[dict[str, int]] = {}  # nobody: there are no keys here
-    gatekeeper = doors = None
+    refused: ClassVar[dict[str, int]] = {}  # the network refuses what a key may not do (`banned`)
 
     def __init__(self, process: Process, **settings: Any) -> None:
         self._process = process
@@ -110,7 +109,7 @@ class SimSockets:
         self.open.clear()
 
     def look(self) -> None:
-        """There are no keys."""
+        """Do nothing: the network lets go of a revoked key."""
 
     def close_socket(self, socket: SimSocket, *, linger_ms: int = 0) -> None:
         self.open.remove(socket)

@@ -101,7 +101,7 @@ class SimulatedStage:
         self.world.unsteady[name] = self.world.now + 4 * AGAIN_S
 
     def reset(self, name: str, other: str) -> None:
-        for pipe in self._between(name, other):
+        for pipe in self.world._between(self.world.by_name[name], other):
             self.world.network.reset(pipe)
 
     def hold(self, name: str, other: str) -> None:
@@ -139,13 +139,6 @@ class SimulatedStage:
 
     def _befall(self, kind: Any, name: str) -> None:
         self.world._befall(Fault(self.world.now, kind, name))
-
-    def _between(self, name: str, other: str) -> list[Any]:
-        return [
-            pipe
-            for pipe in self.world.network.connections(self.world.by_name[name])
-            if pipe.peer is not None and other in (pipe.socket.process.name, pipe.peer.socket.process.name)
-        ]
 
     def _last(self, what: tuple[str, ...], function: Callable[[], None]) -> None:
         """Do it over and over, until `what` is over."""

@@ -120,7 +120,7 @@ class Spec:
 
     @property
     def names(self) -> list[str]:
-        """Of all processes but clients."""
+        """The names of all processes but clients and guests."""
         return ["broker", *(f"controller-{n}" for n in range(self.controllers)), *(node.name for node in self.nodes)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 from typing import Any
 
@@ -77,5 +78,8 @@ def test_a_condition_asks_only_where_it_would_turn_out_otherwise(monkeypatch: py
 def test_all_mutations_of_a_module_go_side_by_side(module: str) -> None:
     source = (cuts.ROOT / f"{module.replace('.', '/')}.py").read_text()
     mine = [(number, each) for number, each in enumerate((*MUTATIONS, *DRAWN)) if each.module == module]
-    text = compile(with_places(source, mine), module, "exec")
-    assert text.co_filename == module
+    tree = with_places(source, mine)
+    compile(tree, module, "exec")
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    asked = {call.args[0].value for call in calls if call.func.id in ("mutation_reach", "mutation_differs")}
+    assert asked == {number for number, _ in mine}

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bus.runtime import cli, interrupt, logs
+from bus.runtime import cli, logs
 from soak.run import SoakConfig, Verdict, run
 
 
@@ -91,7 +91,5 @@ def _show(verdict: Verdict) -> None:
 
 
 if __name__ == "__main__":
-    interrupt.leave_at_once()
     logs.configure("warning", part="soak")
-    interrupt.raise_again()
     cli.run(soak, "soak")

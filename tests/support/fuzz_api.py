@@ -350,9 +350,7 @@ def a_call(
         if each.kind is each.VAR_POSITIONAL:
             args += draw(st.lists(value(each.name, good), max_size=3))
         elif each.kind is each.VAR_KEYWORD:
-            for option in draw(
-                st.lists(st.sampled_from(["max_tokens", "rid", "deadline_s", "priority", "stop", "oops"]), max_size=2)
-            ):
+            for option in draw(st.lists(st.sampled_from(OPTIONS), max_size=2)):
                 named[option] = draw(value(option, good))
         elif each.default is each.empty or each.name in WAITS or draw(st.integers(0, 9)) == 0:
             named[each.name] = draw(value(each.name, good))
@@ -500,10 +498,11 @@ def alone(name: str, plan: Plan) -> None:
     for method, args, named in plan:
         seats |= getattr(part, "ranks", {})
         named = {key: seats.get(("e", each.n)) if isinstance(each, Seat) else each for key, each in named.items()}
+        result = None
         with suppress(*DOCUMENTED):
             found = getattr(part, method)
             result = found(*args, **named) if callable(found) else None
-            _sendable(result)
+        _sendable(result)
         if hasattr(part, "validate"):
             part.validate()
     SERVES[name](part)

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKED = ("bus", "nodes", "controller", "pdbus", "docs", "README.md")
+CHECKED = ("bus", "nodes", "controller", "pdbus", "benchmarks", "docs", "README.md")
 
 NO_BEGINNING = {
     "as", "by", "for", "from", "how", "its", "not", "nobody", "of", "so", "somebody", "those", "to", "until",

@@ -4,27 +4,16 @@ late, or reset all connections. One thread serves all of them."""
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 import struct
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 HOST = "127.0.0.1"
 CHUNK = 65_536
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a RST
-
-
-def free_ports(count: int) -> int:
-    """Return the first of `count` ports in a row that nobody listens at now, below those that the kernel hands out."""
-    while True:
-        first = random.randrange(20_000, 32_000 - count)
-        with ExitStack() as tried, suppress(OSError):
-            for port in range(first, first + count):
-                tried.enter_context(socket.socket()).bind((HOST, port))
-            return first
 
 
 class Links:
