@@ -277,5 +277,6 @@ def _write(path: Path, key: bytes, mode: int) -> None:
 def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot remove {path}: {error.strerror}") from None
+    except OSError as error:  # a read-only file system refuses this of a file that does not exist, too
+        if os.path.lexists(path):
+            raise ConfigError(f"cannot remove {path}: {error.strerror}") from None
