@@ -17,8 +17,9 @@ from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
-from controller.load.rank import Asked, RankLoad
+from controller.load.rank import RankLoad
 from controller.load.table import info_key
+from controller.rank import Asked
 from controller.wanted import Wanted
 
 FENCED_EPOCHS = 8

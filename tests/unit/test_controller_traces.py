@@ -27,7 +27,7 @@ from bus.wire.messages import (
 from controller.core import ControllerCore
 from controller.events import FromClient, FromNode, Over, Tick
 from controller.inquiries import MAX_OPEN, WAIT_S
-from controller.load.rank import Clock
+from controller.rank import Clock
 from controller.requests.record import span_of
 
 HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
