@@ -67,7 +67,7 @@ from controller.late import LateBinding
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
-from controller.observe import Regret, Scrapes, rank_status
+from controller.observe import Regret, Scrapes, acknowledged, rank_status
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from controller.policies.registry import guarded
@@ -106,7 +106,7 @@ class ControllerCore:
         self.members = Members(config, epoch, self.balancer, self.health, self.counts)
         self.balancer.settled, self.balancer.young = False, self.health.young(now)
         self.balancer.suspects = self.members.suspects
-        self.life = RequestLifecycle(config, epoch, self.balancer, self.counts, now)
+        self.life = RequestLifecycle(config, epoch, self.balancer, self.members.ranks, self.counts, now)
         self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
         self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
         self._started_at = now
@@ -218,7 +218,7 @@ class ControllerCore:
     def status(self, id: int, now: float) -> Status:
         """Return everything that an operator may want to see."""
         ranks = tuple(
-            rank_status(rank, self.health.liveness[rank.key], now)
+            rank_status(self.members.ranks[rank], self.health.liveness[rank.key], now)
             for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])
         )
         methods = {str(role): method for role, method in self.config.methods.items()}
@@ -323,7 +323,7 @@ class ControllerCore:
     def _drain(self, rank: RankLoad, now: float, out: list[Action]) -> None:
         self.health.drain(rank.key)
         self._lose(self.members.assess(rank, now, out, "drain"), now, out)
-        out.append(ToNode(rank.peer, Drain(rank.key[1])))
+        out.append(ToNode(self.members.ranks[rank].peer, Drain(rank.key[1])))
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
@@ -359,20 +359,23 @@ class ControllerCore:
             self.inquiries.recalled(rank, message, now, out)
         elif isinstance(message, Bye):
             self._lose(self.members.bye(rank, message, now, out), now, out)
-        if not rank.ready:
-            self._lose(self.members.assess(rank, now, out, "heard"), now, out)
+        if not rank.load.ready:
+            self._lose(self.members.assess(rank.load, now, out, "heard"), now, out)
 
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:
-            here = self.table.ranks.get(loss.rank.key) is loss.rank
-            dead = here and self.members.state(loss.rank) in DEAD
+            rank = loss.rank
+            here = self.table.ranks.get(rank.key) is rank.load
+            dead = here and self.members.state(rank.load) in DEAD
             if dead:
-                self.balancer.emptied(loss.rank)
+                self.balancer.emptied(rank.load)
             if dead or not here:
-                if loss.rank.follower is not None:
-                    loss.rank.follower.missed = True  # should the same start come back
-                self.life.table.orphans.forget(loss.rank)
+                if rank.follower is not None:
+                    rank.follower.missed = True  # should the same start come back
+                self.life.table.orphans.forget(rank)
             self.life.losses.lost(loss, now, out)
+            if not here:
+                self.members.left(rank)
 
     # --- from the bus -----------------------------------------------------------------------------------------
 
@@ -395,13 +398,12 @@ class ControllerCore:
         key = message.instance, message.dp_rank
         rank = self.balancer.report(key, message.epoch, load, now)
         if rank is not None:
-            if not rank.candidate and rank.was_candidate and rank.asked is None:  # rare: dispatches fill it sooner
-                self.members.ping(rank, now, out)
-            if rank.probe is not None and rank.acked >= rank.probe[0]:
-                rank.latencies.acked.observe(now - rank.probe[1])
-                rank.probe = None
-            if rank.newly_acked and now >= self.regret.due:
-                self.regret.acknowledged(rank, self.table.ranks.values(), now)
+            if not rank.candidate and rank.was_candidate:  # rare: dispatches fill it sooner
+                self.members.filled(rank, now, out)
+            if rank.newly_acked:
+                acknowledged(self.members.ranks[rank], now)
+                if now >= self.regret.due:
+                    self.regret.acknowledged(rank, self.table.ranks.values(), now)
             self.health.report(rank.key, load, now, rank.interval_s)
             self.health.loads_at = now
             if not rank.ready:

@@ -22,8 +22,8 @@ from bus.wire.messages import (
     TraceReply,
 )
 from controller.events import Action, ToClient, ToNode
-from controller.load.rank import RankLoad
 from controller.members import Members
+from controller.rank import Rank
 from controller.requests.life import RequestLifecycle
 from controller.requests.record import RequestRecord, ranks_of, record_of, trace_events_of
 
@@ -81,7 +81,7 @@ class Inquiries:
         out.extend(ToNode(rank.peer, HistoryQuery(self._number, rid)) for rank in ranks.values())
         self._answer_if_complete(self._number, now, out)
 
-    def recalled(self, rank: RankLoad, answer: HistoryReply, now: float, out: list[Action]) -> None:
+    def recalled(self, rank: Rank, answer: HistoryReply, now: float, out: list[Action]) -> None:
         """Add one rank's record; an answer to no open question is ignored."""
         name = f"{rank.key[0]}/{rank.key[1]}"
         inquiry = self._open.get(answer.id)

@@ -1,25 +1,24 @@
 """The nodes' connections: which connection is which rank, and what its state means for the work there.
 
 This module owns the connections and turns the verdicts of `controller.health` into readiness in the load table and
-into `Loss`es for the requests' side. Pure. It knows nothing of requests.
+into `Loss`es for the requests' side. Pure. It decides nothing about requests.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from bus.actions import Note
 from bus.wire.codes import Code
-from bus.wire.messages import Bye, Hello, MemberKey, Ping, Pong, RankState, Refused, Rid, Welcome
+from bus.wire.messages import Bye, Hello, MemberKey, Ping, Pong, RankState, Refused, Welcome
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
 from controller.load.rank import RankLoad
 from controller.load.table import info_key
-from controller.rank import Asked
+from controller.rank import Asked, Rank, Work
 from controller.wanted import Wanted
 
 FENCED_EPOCHS = 8
@@ -30,9 +29,9 @@ class Loss(NamedTuple):
     """All work at `rank` is lost, or the part of it in `work`. With `cancel`, it may still run there. `died` is true
     if the rank itself is gone, possibly because of one of the requests; None: not known yet."""
 
-    rank: RankLoad
+    rank: Rank
     why: str
-    work: Mapping[Rid, Any] | None = None
+    work: Work | None = None
     cancel: bool = False
     died: bool | None = True
 
@@ -44,16 +43,16 @@ class Doubt:
 
     __slots__ = ("answered", "number", "work")
 
-    def __init__(self, work: dict[Rid, Any]) -> None:
+    def __init__(self, work: Work) -> None:
         self.work = work
         self.number = 0
         self.answered = False
 
 
 class Members:
-    """The connections. `peers` maps a connection to the rank that said hello over it: one connection belongs to one
-    rank. `suspects` are the ranks whose connections are gone and which may come back soon: nothing new goes there,
-    and nothing that runs there is given up."""
+    """The connections. `ranks` are the known ranks by their load. `peers` maps a connection to the rank that said hello
+    over it: one connection belongs to one rank. `suspects` are the ranks whose connections are gone and which may come
+    back soon: nothing new goes there, and nothing that runs there is given up."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, balancer: Balancer, health: Health, counts: Counter[str]
@@ -69,7 +68,8 @@ class Members:
         self._pings = 0
         self._doubts: dict[RankLoad, Doubt] = {}
         self._unclear: dict[RankLoad, None] = {}  # given up, and not known to be dead
-        self.peers: dict[Any, RankLoad] = {}
+        self.ranks: dict[RankLoad, Rank] = {}
+        self.peers: dict[Any, Rank] = {}
         self.suspects: dict[RankLoad, None] = {}
         self.wanted = Wanted(config.expect)
 
@@ -82,101 +82,111 @@ class Members:
             out.append(ToNode(peer, refusal))
             return []
         losses: list[Loss] = []
-        rank = self._table.ranks.get(key)
-        if rank is None or rank.epoch != hello.epoch:
-            if rank is not None:
-                if self.state(rank) not in DEAD:
-                    self._count(rank, -1)
-                losses.append(Loss(rank, f"rank {key[0]}/{key[1]} was restarted"))
-                if self.state(rank) not in DEAD and rank not in self.suspects:
-                    self._suspect_siblings(rank, hello, now, out)
-                self._let_go(rank)
-                self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(rank.epoch)
-                known = self.peers.pop(rank.peer, None) is not None and rank.peer != peer
-                if known and not _is_later(rank.info, hello):  # it may live
-                    out.append(ToNode(rank.peer, _fence(hello)))
-            restarted = rank is not None
-            rank = self._balancer.opened(hello)
-            self._count(rank, 1)
-            self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now).returning = restarted
-            self.wanted.changed(rank, "starting")
-            out.append(Note("node.registered", fields=_name(rank) | {"epoch": rank.epoch}))
+        load = self._table.ranks.get(key)
+        if load is None or load.epoch != hello.epoch:
+            earlier = None if load is None else self.ranks[load]
+            if load is not None and earlier is not None:
+                if self.state(load) not in DEAD:
+                    self._count(load, -1)
+                losses.append(Loss(earlier, f"rank {key[0]}/{key[1]} was restarted"))
+                if self.state(load) not in DEAD and load not in self.suspects:
+                    self._suspect_siblings(load, hello, now, out)
+                self._let_go(load)
+                self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(load.epoch)
+                known = self.peers.pop(earlier.peer, None) is not None and earlier.peer != peer
+                if known and not _is_later(load.info, hello):  # it may live
+                    out.append(ToNode(earlier.peer, _fence(hello)))
+            load = self._balancer.opened(hello)
+            rank = self.ranks[load] = Rank(hello, load, peer, earlier)
+            self._count(load, 1)
+            pulse = self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now)
+            pulse.returning = earlier is not None
+            self.wanted.changed(load, "starting")
+            out.append(Note("node.registered", fields=_name(load) | {"epoch": load.epoch}))
         else:
+            rank = self.ranks[load]
             if rank.peer != peer:
-                self._table.reconnected(rank)
+                self._table.reconnected(load)
                 self.peers.pop(rank.peer, None)
-                self._let_go(rank)
+                self._let_go(load)
                 running = frozenset(hello.running)
                 work = {rid: work for rid, work in rank.work.items() if (rid, work[0].attempt) not in running}
                 if work:
-                    self._doubts[rank] = Doubt(work)
-            self._table.revise(rank, hello)
+                    self._doubts[load] = Doubt(work)
+            self._table.revise(load, hello)
             self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now)
         rank.peer = peer
         self.peers[peer] = rank
         follow = self._config.methods[hello.role] == "follow_bootstrap_room"
         welcome = Welcome(self._config.name, self._epoch, follow, self._config.lease_s, hello.dp_rank)
         out.append(ToNode(peer, welcome))
-        if (doubt := self._doubts.get(rank)) is not None and not doubt.number:
+        if (doubt := self._doubts.get(load)) is not None and not doubt.number:
             doubt.number = self.ping(rank, now, out)
-        return losses + self.assess(rank, now, out, "hello")
+        return losses + self.assess(load, now, out, "hello")
 
-    def bye(self, rank: RankLoad, bye: Bye, now: float, out: list[Action]) -> list[Loss]:
+    def bye(self, rank: Rank, bye: Bye, now: float, out: list[Action]) -> list[Loss]:
         if (bye.instance, bye.dp_rank, bye.epoch) != (*rank.key, rank.epoch):
             self._counts["rejected_bad_identity"] += 1
             return []
         self._health.bye(rank.key)
-        return self.assess(rank, now, out, "bye")
+        return self.assess(rank.load, now, out, "bye")
 
-    def ping(self, rank: RankLoad, now: float, out: list[Action]) -> int:
+    def ping(self, rank: Rank, now: float, out: list[Action]) -> int:
         """Ask the rank whether it lives and how many steps it has made, since another peer may have published in its
         name. Where KV events were missed, also ask it to name its cached blocks again. Return the ping's number."""
         self._pings += 1
-        seq = 0 if rank.load is None or rank.load_from_engine else rank.load.seq
+        load = rank.load
+        seq = 0 if load.load is None or load.load_from_engine else load.load.seq
         rank.asked = Asked(self._pings, seq, self._health.liveness[rank.key].step, now)
         follower = rank.follower
-        restate = follower is not None and follower.missed and self.state(rank) not in DEAD
+        restate = follower is not None and follower.missed and self.state(load) not in DEAD
         if follower is not None and restate:
             follower.missed = False
         out.append(ToNode(rank.peer, Ping(self._pings, restate)))
         return self._pings
 
+    def filled(self, load: RankLoad, now: float, out: list[Action]) -> None:
+        """Ask a rank whether the report that took its credit was its own, unless a ping is on its way there."""
+        rank = self.ranks[load]
+        if rank.asked is None:
+            self.ping(rank, now, out)
+
     def ping_all(self, now: float, out: list[Action]) -> None:
         for rank in self.peers.values():
-            if rank not in self.suspects:
+            if rank.load not in self.suspects:
                 self.ping(rank, now, out)
 
-    def pong(self, rank: RankLoad, pong: Pong, now: float, out: list[Action]) -> list[Loss]:
+    def pong(self, rank: Rank, pong: Pong, now: float, out: list[Action]) -> list[Loss]:
         asked = rank.asked
         if asked is not None and pong.n == asked.n:
             rank.asked = None
             if pong.at_us:
                 rank.clock.add(asked.at, now, pong.at_us)
             if 0 < pong.load_seq < asked.load_seq:
-                self._table.disbelieve(rank)
+                self._table.disbelieve(rank.load)
             if pong.load_seq and pong.step < asked.step:
                 self._health.set_back(rank.key)
         self._health.moved(rank.key, pong.step, pong.busy, now)
-        doubt = self._doubts.get(rank)
+        doubt = self._doubts.get(rank.load)
         if doubt is None or pong.n < doubt.number:
             return []
         if not doubt.answered:
             doubt.answered, doubt.number = True, self.ping(rank, now, out)
             return []
-        del self._doubts[rank]
+        del self._doubts[rank.load]
         return [Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} lost its connection", doubt.work, died=False)]
 
     def unreachable(self, peer: Any, now: float, out: list[Action]) -> None:
         """Note that a send failed because the connection is gone. What came over it before may still be read."""
         rank = self.peers.get(peer)
-        if rank is None or rank in self.suspects:
+        if rank is None or rank.load in self.suspects:
             return
         self._health.unreachable(rank.key, now)
-        if self.state(rank) in DEAD:
+        if self.state(rank.load) in DEAD:
             del self.peers[peer]
             return
-        self.suspects[rank] = None
-        self.assess(rank, now, out, "unreachable")
+        self.suspects[rank.load] = None
+        self.assess(rank.load, now, out, "unreachable")
 
     def give_up(self, now: float, out: list[Action]) -> list[Loss]:
         """Give up the ranks whose connections have been gone for a moment: all that ran there is lost."""
@@ -198,16 +208,26 @@ class Members:
         losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, now, out, "time"))]
         for rank in [rank for rank in self._unclear if self._health.is_dead(self._health.liveness[rank.key], now)]:
             del self._unclear[rank]
-            losses.append(Loss(rank, "it did not come back", {}))
+            losses.append(Loss(self.ranks[rank], "it did not come back", {}))
         for rank in list(self._table.ranks.values()):
             if self.state(rank) in DEAD and self._health.quiet_s(rank.key, now) > self._config.forget_s:
-                self.peers.pop(rank.peer, None)
+                gone = self.ranks[rank]
+                self.peers.pop(gone.peer, None)
                 self._let_go(rank)
                 self._balancer.closed(rank)
                 self._health.forget(rank.key)
                 self._fenced.pop(rank.key, None)
-                losses.append(Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is forgotten"))
+                losses.append(Loss(gone, f"rank {rank.key[0]}/{rank.key[1]} is forgotten"))
         return losses
+
+    def left(self, rank: Rank) -> None:
+        """Drop the record of a rank that has left the load table, once its losses are handled."""
+        self.ranks.pop(rank.load, None)
+
+    def known(self, key: MemberKey) -> Rank | None:
+        """Return the present start of the rank `(instance, dp_rank)`, or None."""
+        load = self._table.ranks.get(key)
+        return None if load is None else self.ranks[load]
 
     def state(self, rank: RankLoad) -> RankState:
         """Return the verdict in force."""
@@ -220,11 +240,14 @@ class Members:
             if self.state(rank) not in DEAD:
                 kinds.setdefault(rank.info.instance, Counter())[_kind(rank.info)] += 1
         assert self._kinds == kinds
-        assert all(self.peers.get(rank.peer) is rank and not rank.ready for rank in self.suspects)
+        assert self.ranks.keys() == set(self._table.ranks.values())
+        assert all(rank.load is load for load, rank in self.ranks.items())
+        suspects = [self.ranks[load] for load in self.suspects]
+        assert all(self.peers.get(rank.peer) is rank and not rank.load.ready for rank in suspects)
         assert all(self._table.ranks.get(rank.key) is rank for rank in (*self._doubts, *self._unclear))
-        for peer, rank in self.peers.items():
-            assert rank.peer == peer, rank
-            assert self._table.ranks[rank.key] is rank, rank
+        for peer, one in self.peers.items():
+            assert one.peer == peer, one
+            assert self._table.ranks[one.key] is one.load, one
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -233,7 +256,7 @@ class Members:
         process is gone or leaves. Their own later starts may say hello at any moment."""
         for other in list(self._table.ranks.values()):
             if other is not rank and other.info.endpoint == rank.info.endpoint and _is_later(hello, other.info):
-                self.unreachable(other.peer, now, out)
+                self.unreachable(self.ranks[other].peer, now, out)
 
     def _act(self, change: Change, now: float, out: list[Action], sign: str) -> Loss | None:
         rank = self._table.ranks[change.key]
@@ -260,12 +283,12 @@ class Members:
     def _lost(self, rank: RankLoad, state: RankState, died: bool | None) -> Loss:
         self._counts[f"ranks_{state}"] += 1
         if rank in self.suspects:
-            self.peers.pop(rank.peer, None)
+            self.peers.pop(self.ranks[rank].peer, None)
         self._let_go(rank)
         if died is None:
             self._unclear[rank] = None
         may_run = state != "gone" and died is not None
-        return Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is {state}", cancel=may_run, died=died)
+        return Loss(self.ranks[rank], f"rank {rank.key[0]}/{rank.key[1]} is {state}", cancel=may_run, died=died)
 
     def _let_go(self, rank: RankLoad) -> None:
         """Expect nothing more of a rank than what it has already reported."""

@@ -20,6 +20,7 @@ from bus.wire.codes import Code
 from bus.wire.messages import MAX_ROOM, MemberKey, RankStatus, Role, Scraped, WantedRole
 from controller.health import Liveness
 from controller.load.rank import RankLoad
+from controller.rank import Rank
 
 ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
 EVENTS = (  # shown from the start: a series that begins with a count has no increase of it
@@ -34,8 +35,9 @@ SCRAPED_MAX = 63
 SCRAPED_S = 600.0  # long enough to see that one is down
 
 
-def rank_status(rank: RankLoad, pulse: Liveness, now: float) -> RankStatus:
+def rank_status(known: Rank, pulse: Liveness, now: float) -> RankStatus:
     """Return the status of one rank as this controller knows it at `now`. Counts are cut to what a message may hold."""
+    rank = known.load
     info = rank.info
     return RankStatus(
         instance=info.instance,
@@ -60,31 +62,39 @@ def rank_status(rank: RankLoad, pulse: Liveness, now: float) -> RankStatus:
         state_age_s=max(0.0, now - pulse.state_at),
         epoch_age_s=max(0.0, now - pulse.hello_at),
         restarts=rank.restarts,
-        ttft_counts=trimmed(rank.latencies.ttft.buckets),
-        tpot_counts=trimmed(rank.latencies.tpot.buckets),
+        ttft_counts=trimmed(known.latencies.ttft.buckets),
+        tpot_counts=trimmed(known.latencies.tpot.buckets),
         metrics=info.metrics,
     )
 
 
-def probe(ranks: Iterable[RankLoad], now: float) -> None:
+def probe(ranks: Iterable[Rank], now: float) -> None:
     """Start to measure, at ranks that have not acknowledged everything, the time until they acknowledge what was
     sent by now."""
     for rank in ranks:
-        if rank.probe is None and rank.in_flight:
-            rank.probe = rank.sent, now
+        if rank.probe is None and rank.load.in_flight:
+            rank.probe = rank.load.sent, now
+
+
+def acknowledged(rank: Rank, now: float) -> None:
+    """End the measurement at a rank that has acknowledged what was sent when it began."""
+    if rank.probe is not None and rank.load.acked >= rank.probe[0]:
+        rank.latencies.acked.observe(now - rank.probe[1])
+        rank.probe = None
 
 
 def collect(
     tally: dict[str, int],
-    ranks: Collection[RankLoad],
+    known: Collection[Rank],
     liveness: Mapping[MemberKey, Liveness],
     methods: Mapping[Role, str],
     regret: Regret,
     now: float,
     wanted: Iterable[WantedRole] = (),
 ) -> Sequence[Metric]:
-    """Return the metrics of a core's `tally` (which is used up), of `ranks`, and of what else it knows; a request id
-    is never a label."""
+    """Return the metrics of a core's `tally` (which is used up), of the `known` ranks, and of what else it knows; a
+    request id is never a label."""
+    ranks = [rank.load for rank in known]
     failed = dict.fromkeys(get_args(Code)[1:], 0)  # from the start, as EVENTS
     failed |= {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
     rejected = dict.fromkeys((*REASONS, "bad_identity"), 0)  # every reason is shown, also at 0
@@ -115,9 +125,9 @@ def collect(
         _gauge(
             "in_flight_tokens", "tokens sent and not acknowledged", ranks, [rank.in_flight_tokens for rank in ranks]
         ),
-        _histogram("ttft", "ttft", "time to first token (prefill: of its own part)", ranks),
-        _histogram("tpot", "tpot", "time per output token after the first", ranks),
-        _histogram("acknowledgement", "acked", "until all that was sent was acknowledged, sampled", ranks),
+        _histogram("ttft", "ttft", "time to first token (prefill: of its own part)", known),
+        _histogram("tpot", "tpot", "time per output token after the first", known),
+        _histogram("acknowledgement", "acked", "until all that was sent was acknowledged, sampled", known),
         Metric(
             "pdbus_controller_restarts_total",
             "starts that took the place of an earlier one",
@@ -150,8 +160,8 @@ def _gauge(name: str, help: str, ranks: Collection[RankLoad], values: Sequence[f
     return Metric(f"pdbus_controller_{name}", help, "gauge", samples)
 
 
-def _histogram(name: str, of: str, help: str, ranks: Iterable[RankLoad]) -> Metric:
-    samples = [Sample(getattr(rank.latencies, of).frozen(), _labels(rank)) for rank in ranks]
+def _histogram(name: str, of: str, help: str, ranks: Iterable[Rank]) -> Metric:
+    samples = [Sample(getattr(rank.latencies, of).frozen(), _labels(rank.load)) for rank in ranks]
     return Metric(f"pdbus_controller_{name}_seconds", help, "histogram", samples)
 
 

@@ -1,11 +1,21 @@
-"""The records that the controller keeps of one rank besides its load: pings on their way, its clock, its latencies."""
+"""A rank (one start of it) as the controller knows it: its load, its connection, and what runs there.
+
+`controller.members` owns the connection, `controller.requests` what runs there, `controller.observe` the latencies, and
+`controller.feeds.nodes` the follower. Policies see only the load. Pure.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from bus.histogram import Histogram
+from bus.wire.messages import Attempt, Hello, Rid
+from controller.feeds.follower import Follower
+from controller.load.rank import RankLoad
+from controller.requests.request import LegRun, Request
+
+Work: TypeAlias = dict[Rid, tuple[Request, LegRun]]
 
 
 class Asked(NamedTuple):
@@ -50,3 +60,41 @@ class Latencies:
         self.ttft = Histogram()
         self.tpot = Histogram()
         self.acked = Histogram()
+
+
+class Rank:
+    """The rank that said `hello` over the connection `peer`. `load` is what the balancer knows of it; `earlier` is the
+    start that this one replaces."""
+
+    __slots__ = (
+        "asked",
+        "clock",
+        "epoch",
+        "follower",
+        "inherited",
+        "key",
+        "latencies",
+        "load",
+        "peer",
+        "probe",
+        "work",
+    )
+
+    def __init__(self, hello: Hello, load: RankLoad, peer: Any, earlier: Rank | None = None) -> None:
+        self.key = load.key
+        self.epoch = load.epoch
+        self.load = load
+        self.peer = peer
+        self.asked: Asked | None = None  # the last ping, until it is answered
+        self.clock = Clock()
+        self.work: Work = {}  # the legs that run there for this controller
+        # what it ran before I had dispatched anything to it, until it is taken over; of a start that was known here
+        # before, what it runs may be mine
+        reopened = load.sent or load.undone
+        self.inherited: tuple[tuple[Rid, Attempt], ...] = () if reopened else hello.running
+        self.latencies: Latencies = Latencies() if earlier is None else earlier.latencies
+        self.probe: tuple[int, float] | None = None  # of acknowledgements: (`RankLoad.sent`, when)
+        self.follower: Follower | None = None  # of its KV events, from the first on
+
+    def __repr__(self) -> str:
+        return repr(self.load)

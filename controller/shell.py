@@ -140,7 +140,7 @@ class Controller(Service):
 
     def _follow(self, exits: ExitStack) -> None:
         """Follow the caches of our nodes, and foreign engines (whose ports are plaintext)."""
-        self._caches = NodeCaches(self.core.table.ranks, self.core.counts)
+        self._caches = NodeCaches(self.core.members.known, self.core.counts)
         if self.core.uses_hashes:
             events = self._sockets.sub(BusAddress(self.config.bus).subscribe, (topics.KV,))
             self.loop.add(events, self._on_kv_event, budget=512)
@@ -211,7 +211,7 @@ class Controller(Service):
 
     def _gather(self) -> Sequence[Metric]:
         core, now = self.core, self.loop.clock()
-        ranks = core.table.ranks.values()
+        ranks = core.members.ranks.values()
         probe(ranks, now)
         refused = labelled(
             "counter",

@@ -1,28 +1,28 @@
 """KV events of our own nodes, as they come over the bus (`kv/<instance>/<dp_rank>/`). Pure.
 
-What is remembered of a rank's stream belongs to its record in the load table and goes with it. Our nodes offer no
+What is remembered of a rank's stream belongs to its record and goes with it. Our nodes offer no
 replay: after a hole, what was known of the rank is void, and its next ping asks it to name again what it has cached.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from bus.errors import RemoteProtocolError
 from bus.wire import topics
 from bus.wire.kv_names import Changes
 from bus.wire.messages import MemberKey
 from controller.feeds.follower import Follower
-from controller.load.rank import RankLoad
+from controller.rank import Rank
 
 
 class NodeCaches:
-    """The streams of our nodes. `ranks` are the known ranks; events of others are dropped. `counts`: as for
-    `Follower`."""
+    """The streams of our nodes. `known` returns the rank with this key, or None: its events are dropped then. `counts`:
+    as for `Follower`."""
 
-    def __init__(self, ranks: Mapping[MemberKey, RankLoad], counts: Counter[str]) -> None:
-        self._ranks = ranks
+    def __init__(self, known: Callable[[MemberKey], Rank | None], counts: Counter[str]) -> None:
+        self._known = known
         self._counts = counts
 
     def received(self, frames: Sequence[bytes]) -> tuple[MemberKey, Changes]:
@@ -30,7 +30,7 @@ class NodeCaches:
         if len(frames) != 3:
             raise RemoteProtocolError("frames", f"{len(frames)} frames")
         key = _key_of(frames[0])
-        rank = self._ranks.get(key)
+        rank = self._known(key)
         if rank is None:
             return key, ()
         if rank.follower is None:

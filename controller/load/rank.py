@@ -1,19 +1,16 @@
-"""The record of one rank (one start of it): facts, last report, counters, estimate. It decides nothing.
+"""The load of one rank (one start of it): facts, last report, counters, estimate. It decides nothing.
 
-`controller.load.table` changes its numbers, except `routed_total`, which belongs to `controller.balancer`. The other
-fields belong to their users: `peer`, `asked` and `clock` to `controller.members`, `work` and `latencies` to
-`controller.requests.life`, `inherited` to `controller.requests.table`, `follower` to `controller.feeds.nodes`.
+`controller.load.table` changes its numbers, except `routed_total`, which belongs to `controller.balancer`. What else is
+kept of a rank is in `controller.rank`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bus.wire.messages import Hello, Load, Location, MemberKey
-from controller.rank import Asked, Clock, Latencies
 
 if TYPE_CHECKING:
-    from controller.feeds.follower import Follower
     from controller.load.index import LeastIndex, SlotKeys
 
 UNLIMITED = 1 << 62
@@ -23,32 +20,31 @@ class RankLoad:
     """The load of `(instance, dp_rank)` in its epoch `epoch`, as the controller knows it. Requests and tokens are
     counts.
 
-    A policy reads `requests` and `tokens` (the estimate), `ready`, `slot` (its number among the present ranks, used
-    again once it is gone), `key` (instance, dp_rank) and `info` (its hello). The rest belongs to the load table.
+    A policy reads `key` (instance, dp_rank), `info` (its hello), `slot` (its number among the present ranks, used again
+    once it is gone) and `counts_queue_only` (true: the tokens are those that wait for prefill); `requests` and `tokens`
+    (the estimate); `load`, `reported_at` and `stale` (the last report, None before the first; when it came; true if it
+    is too old to be believed); `outstanding` and `outstanding_tokens` (the legs of this controller that have not
+    ended); `ready`, `candidate` (ready, and with credit) and `last_turn` (the number of its last dispatch, for ties).
+    It changes none of them. All other fields belong to the controller and may change.
     """
 
     __slots__ = (
         "acked",
         "acked_tokens",
-        "asked",
         "base_requests",
         "base_tokens",
         "candidate",
-        "clock",
         "counts_queue_only",
         "dispatched_before",
         "epoch",
         "failed_total",
-        "follower",
         "hard_requests",
         "info",
-        "inherited",
         "interval_s",
         "key",
         "kv_kind",
         "largest",
         "last_turn",
-        "latencies",
         "leaves",
         "limit_requests",
         "limit_tokens",
@@ -64,8 +60,6 @@ class RankLoad:
         "outstanding",
         "outstanding_tokens",
         "params",
-        "peer",
-        "probe",
         "ready",
         "rebase",
         "reported_at",
@@ -82,7 +76,6 @@ class RankLoad:
         "tokens",
         "undone",
         "was_candidate",
-        "work",
     )
 
     def __init__(self, info: Hello) -> None:
@@ -93,7 +86,6 @@ class RankLoad:
         self.kv_kind = (info.kv_transfer, info.kv_layout)
         self.params = frozenset(info.params)
         self.location = Location(info.instance, info.dp_rank, info.epoch, info.endpoint)
-        self.inherited = info.running  # what it ran before I had dispatched anything to it, until it is taken over
         # the last report, and when it came (None: none of this epoch yet)
         self.load: Load | None = None
         self.reported_at: float | None = None
@@ -139,14 +131,6 @@ class RankLoad:
         self.routed_total = 0
         self.failed_total = 0
         self.restarts = 0  # starts of it that came after another one known here
-        self.latencies = Latencies()
-        self.probe: tuple[int, float] | None = None  # of acknowledgements: (`sent`, when)
-        # not the load table's: its connection, the ping on its way there, and the live (request, leg)s here, by rid
-        self.peer: Any = None
-        self.asked: Asked | None = None
-        self.clock = Clock()
-        self.work: dict[str, Any] = {}
-        self.follower: Follower | None = None  # of its KV events, from the first on
 
     @property
     def in_flight(self) -> int:

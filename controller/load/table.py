@@ -87,14 +87,13 @@ class LoadTable:
             rank.dispatched_before, rank.routed_total = old.dispatched_total, old.routed_total
             rank.failed_total = old.failed_total + old.outstanding  # these end with it
             rank.last_turn = old.last_turn
-            rank.restarts, rank.latencies = old.restarts + 1, old.latencies
+            rank.restarts = old.restarts + 1
         closed = self._closed.pop((rank.key, rank.epoch), None)
         if closed is not None:
             rank.undone, rank.sent, rank.sent_tokens = closed
             rank.dispatched_before -= rank.sent + rank.undone
             rank.acked, rank.acked_tokens = rank.sent, rank.sent_tokens
             self.reconnected(rank)
-            rank.inherited = ()  # what it runs may be mine
         self._limit(rank)
         if self._free_slots:
             rank.slot = self._free_slots.pop()

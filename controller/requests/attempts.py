@@ -8,7 +8,7 @@ becomes of the request. Pure: messages to send are appended to `out`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -18,16 +18,20 @@ from bus.wire.messages import Accepted, Attempt, CancelLeg, Dispatch, Location, 
 from controller.balancer import Balancer
 from controller.events import Action, ToClient, ToNode
 from controller.load.rank import RankLoad
+from controller.rank import Rank
 from controller.requests.lanes import Lane
 from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request, State, about_of
 from controller.requests.table import HeldLeg, RequestTable
 
 
 class Attempts:
-    """The attempts of the requests in `table`, at the ranks of `balancer`. Dispatches are numbered under `epoch`."""
+    """The attempts of the requests in `table`, at the `ranks` of `balancer`. Dispatches are numbered under `epoch`."""
 
-    def __init__(self, epoch: int, table: RequestTable, balancer: Balancer, counts: Counter[str]) -> None:
+    def __init__(
+        self, epoch: int, table: RequestTable, balancer: Balancer, ranks: Mapping[RankLoad, Rank], counts: Counter[str]
+    ) -> None:
         self._epoch = epoch
+        self._ranks = ranks
         self._table = table
         self._balancer = balancer
         self._loads = balancer.table
@@ -96,17 +100,18 @@ class Attempts:
         request.legs = legs
         prefill: Location | None = None
         for leg in legs:
-            role, rank = leg.role, leg.rank
+            role, load = leg.role, leg.rank
+            rank = self._ranks[load]
             rank.work[submit.rid] = request, leg
             frames = request.frames
             if role == "decode":
-                if not rank.info.wants_prompt:
+                if not load.info.wants_prompt:
                     frames = frames[1:]
                 if submit.leg == "decode":
                     prefill = self._prefill_of(request)
             out.append(ToNode(rank.peer, self._header(request, leg, prefill, now), frames))
             if role == "prefill":
-                prefill = rank.location
+                prefill = load.location
         self._counts["redispatched" if request.dispatched else "dispatched"] += 1
         request.dispatched = True
         self.accept(request, out)
@@ -171,7 +176,7 @@ class Attempts:
         submit = request.submit
         attempt = max([leg.attempt for leg in held])
         roles = ROLES[submit.leg]
-        newest = {leg.rank.info.role: leg.rank for leg in held if leg.attempt == attempt}
+        newest = {leg.rank.load.info.role: leg.rank.load for leg in held if leg.attempt == attempt}
         legs = tuple([(role, newest[role]) for role in roles if role in newest])
         if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
             return False
@@ -196,7 +201,7 @@ class Attempts:
         newest, room = 0, request.submit.bootstrap_room
         for leg in self._table.orphans.claim(request.rid, request.client):
             newest = max(newest, leg.attempt)
-            if leg.rank not in but_at:
+            if leg.rank.load not in but_at:
                 cancel = CancelLeg(request.rid, leg.attempt, "fenced", client=request.client, room=room)
                 out.append(ToNode(leg.rank.peer, cancel))
         return newest
@@ -205,14 +210,14 @@ class Attempts:
 
     def give_up(self, leg: LegRun, request: Request) -> None:
         """End a leg without a report of its rank: it is lost, or withdrawn."""
-        del leg.rank.work[request.rid]
+        del self._ranks[leg.rank].work[request.rid]
         leg.step("given up")
         self._balancer.ended(leg, request.submit)
 
     def undo(self, leg: LegRun, request: Request) -> None:
         """Take back a leg whose dispatch never left this process."""
         leg.step("given up")
-        del leg.rank.work[request.rid]
+        del self._ranks[leg.rank].work[request.rid]
         self._balancer.unsent(leg, request.submit)
 
     def cancel(self, request: Request, code: Code, out: list[Action], *, if_unfetched: bool = False) -> None:
@@ -221,7 +226,7 @@ class Attempts:
             if leg.state is LegState.RUNNING:
                 room = request.submit.bootstrap_room
                 cancel = CancelLeg(request.rid, request.attempt, code, if_unfetched=if_unfetched, room=room)
-                out.append(ToNode(leg.rank.peer, cancel))
+                out.append(ToNode(self._ranks[leg.rank].peer, cancel))
 
     def withdraw(self, request: Request, code: Code, out: list[Action]) -> None:
         """Cancel the legs that still run, and count them no more."""
@@ -233,14 +238,14 @@ class Attempts:
     def validate(self, live: Iterable[Request]) -> None:
         """Check that ranks and requests agree on what runs (tests call this after each event)."""
         running = [(leg, r) for r in live for leg in r.legs if leg.state is LegState.RUNNING]
-        assert all(leg.rank.work.get(request.rid) == (request, leg) for leg, request in running)
-        for rank in self._loads.ranks.values():
-            mine = [leg for leg, _ in running if leg.rank is rank]
-            assert rank.outstanding == len(mine) == len(rank.work), rank
-            assert rank.outstanding_tokens == sum(leg.charge for leg in mine), rank
+        assert all(self._ranks[leg.rank].work.get(request.rid) == (request, leg) for leg, request in running)
+        for load, rank in self._ranks.items():
+            mine = [leg for leg, _ in running if leg.rank is load]
+            assert load.outstanding == len(mine) == len(rank.work), rank
+            assert load.outstanding_tokens == sum(leg.charge for leg in mine), rank
 
 
-def work_of(rank: RankLoad, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:
+def work_of(rank: Rank, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:
     """Return the live leg of this attempt at `rank`, with its request, or None."""
-    work: tuple[Request, LegRun] | None = rank.work.get(rid)
+    work = rank.work.get(rid)
     return work if work is not None and work[0].attempt == attempt else None

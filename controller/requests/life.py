@@ -8,7 +8,7 @@ messages to send are appended to `out`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -32,6 +32,7 @@ from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, Over, ToClient, ToNode
 from controller.load.rank import RankLoad
+from controller.rank import Rank
 from controller.requests.attempts import Attempts, work_of
 from controller.requests.losses import Losses
 from controller.requests.record import record_of
@@ -57,13 +58,14 @@ TOO_LATE = "its first token can no longer come in time"
 
 
 class RequestLifecycle:
-    """The live requests by rid, at the ranks of `balancer`."""
+    """The live requests by rid, at the `ranks` of `balancer`."""
 
     def __init__(
         self,
         config: ControllerConfig,
         epoch: int,
         balancer: Balancer,
+        ranks: Mapping[RankLoad, Rank],
         counts: Counter[str],
         now: float,
     ) -> None:
@@ -75,7 +77,7 @@ class RequestLifecycle:
         self._logged = self._not_logged = 0  # log lines since the last measure
         self.table = RequestTable(config, now)
         self._balancer = balancer
-        self._attempts = Attempts(epoch, self.table, balancer, counts)
+        self._attempts = Attempts(epoch, self.table, balancer, ranks, counts)
         self.losses = Losses(config, self.table, balancer, self._attempts, counts, self._leg_failed, self._try_again)
         self._unclear = self.losses.unclear
         self.requests = self.table.requests
@@ -189,20 +191,20 @@ class RequestLifecycle:
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
-    def progress(self, rank: RankLoad, progress: Progress, now: float, out: list[Action]) -> None:
+    def progress(self, rank: Rank, progress: Progress, now: float, out: list[Action]) -> None:
         """Handle legs that started or ended; reports of an older attempt are fenced off here."""
         for rid, attempt in progress.started:
             work = work_of(rank, rid, attempt)
             if work is not None:
                 request, leg = work
                 if leg.answers:
-                    self._output(request, leg, now)
+                    self._output(request, leg, rank, now)
         for ended in progress.ended:
             work = work_of(rank, ended.rid, ended.attempt)
             if work is not None:
                 request, leg = work
                 if leg.role == ended.leg:
-                    self._ended(request, leg, ended, now, out)
+                    self._ended(request, leg, rank, ended, now, out)
 
     # --- time and credit --------------------------------------------------------------------------------------
 
@@ -310,26 +312,26 @@ class RequestLifecycle:
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
-    def _output(self, request: Request, leg: LegRun, now: float) -> None:
+    def _output(self, request: Request, leg: LegRun, rank: Rank, now: float) -> None:
         request.step("output")
         if leg.first_at == inf:
             leg.first_at = now
             if request.came_at != inf and not request.submit.offset and leg.role != "prefill":
-                leg.rank.latencies.ttft.observe(now - request.came_at)
+                rank.latencies.ttft.observe(now - request.came_at)
         if request.first_due != inf:
             self._counts["ttft_slo_kept" if now <= request.first_due else "ttft_slo_missed"] += 1
             request.first_due = inf
         if request.frames:
             self.table.release_payload(request)
 
-    def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
-        del leg.rank.work[request.rid]
+    def _ended(self, request: Request, leg: LegRun, rank: Rank, ended: Ended, now: float, out: list[Action]) -> None:
+        del rank.work[request.rid]
         if self._balancer.ended(leg, request.submit, ended, now):
             leg.step("done")
             leg.ended = ended
             if leg.answers and request.state is State.RUNNING:
-                self._output(request, leg, now)
-            _measure(request, leg, ended, now)
+                self._output(request, leg, rank, now)
+            _measure(request, leg, rank, ended, now)
             self._finish(request, now, out)
             return
         leg.step("given up")
@@ -437,10 +439,10 @@ class RequestLifecycle:
             out.append(Note(event, level, fields))
 
 
-def _measure(request: Request, leg: LegRun, ended: Ended, now: float) -> None:
+def _measure(request: Request, leg: LegRun, rank: Rank, ended: Ended, now: float) -> None:
     """Measure a leg that ended well. If its beginning and end were reported together, there is no time between
     tokens."""
     if leg.role == "prefill":
-        leg.rank.latencies.ttft.observe(ended.first_token_s)
+        rank.latencies.ttft.observe(ended.first_token_s)
     elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:
-        leg.rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))
+        rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))

@@ -7,7 +7,7 @@ This module owns what is known of ranks that died with requests (`controller.req
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from bus.wire.codes import Code, Refusal
@@ -15,8 +15,8 @@ from bus.wire.messages import Attempt, CancelLeg, Dispatch, Rid
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
-from controller.load.rank import RankLoad
 from controller.members import Loss
+from controller.rank import Rank
 from controller.requests.attempts import Attempts, work_of
 from controller.requests.request import MAX_ATTEMPT, LegRun, Request, State
 from controller.requests.table import RequestTable
@@ -52,7 +52,7 @@ class Losses:
         if loss.died:
             for rid, offset in self.unclear.settle(rank).items():
                 self._table.blame(rid, offset)
-        lost: Mapping[Rid, tuple[Request, LegRun]] = rank.work if loss.work is None else loss.work
+        lost = rank.work if loss.work is None else loss.work
         for rid, (request, leg) in list(lost.items()):
             if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
                 continue  # it has ended, or is given up already
@@ -69,7 +69,7 @@ class Losses:
                 self.unclear.lost(rank, rid, request.submit.offset)
             self._failed(request, leg, "peer_lost", loss.why, now, out)
 
-    def unsent(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
+    def unsent(self, rank: Rank, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """Take back a dispatch whose connection was gone: it never happened, and counts as no try."""
         work = work_of(rank, dispatch.rid, dispatch.attempt)
         if work is None:
@@ -89,19 +89,19 @@ class Losses:
         if not cancel.if_unfetched:
             self.unclear.untold(cancel.rid, cancel.attempt, cancel.room)
 
-    def returned(self, rank: RankLoad, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
+    def returned(self, rank: Rank, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
         """Note that a start of a rank said hello: it has not died. End what it runs and was given up."""
         self.unclear.settle(rank)
         for rid, attempt, room in self.unclear.orphans(running):
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced", room=room)))
 
-    def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
+    def undelivered(self, rank: Rank, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """Take back a dispatch that could not be queued for its node: it never happened, also if its leg was given
         up before it could be sent."""
         self._counts["undelivered"] += 1
         work = work_of(rank, dispatch.rid, dispatch.attempt)
         if work is None:
-            self._balancer.unsent_late(rank, dispatch.charge)
+            self._balancer.unsent_late(rank.load, dispatch.charge)
         else:
             request, leg = work
             self._attempts.undo(leg, request)

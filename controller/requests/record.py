@@ -21,10 +21,9 @@ from bus.wire.messages import (
     TraceContext,
     TraceEvent,
 )
-from controller.requests.request import Request
+from controller.requests.request import EventTuple, Request
 
 LegRecord: TypeAlias = tuple[Role, MemberKey, float, float, int]  # its rank, dispatched, first output, output tokens
-EventTuple: TypeAlias = tuple[float, str, Attempt, Role | None, str]  # as `TraceEvent`
 
 
 class RequestRecord(Struct, frozen=True, gc=False, array_like=True):

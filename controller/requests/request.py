@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from bus.rights import key_of
 from bus.tracecontext import trace_id_of
 from bus.wire.codes import MEANINGS, Code, Refusal
-from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Ended, Legs, Rid, Role, Submit
+from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Attempt, Ended, Legs, Rid, Role, Submit
 from controller.load.rank import RankLoad
 from controller.requests.lanes import Lane
 
@@ -21,6 +21,8 @@ ROLES: dict[Legs, tuple[Role, ...]] = {
     "unified": ("unified",),
 }
 MAX_ATTEMPT = 1_000_000
+
+EventTuple: TypeAlias = tuple[float, str, Attempt, Role | None, str]  # as `TraceEvent`
 
 
 class State(Enum):
@@ -119,7 +121,7 @@ class Request:
         self.work = 0  # prompt tokens to compute, as far as was known when it began to wait
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts
-        self.past: tuple[Any, ...] = ()  # waits, and attempts before this one (`record.EventTuple`s)
+        self.past: tuple[EventTuple, ...] = ()  # waits, and attempts before this one
         self.trace = submit.trace  # the trace context for its legs
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:

@@ -14,7 +14,7 @@ from bus.timer_slots import TimerSlots
 from bus.wire.codes import Code, Refusal
 from bus.wire.messages import Attempt, Rid, Role
 from controller.config import ControllerConfig
-from controller.load.rank import RankLoad
+from controller.rank import Rank
 from controller.requests.order import ArrivalOrder, SloOrder
 from controller.requests.queue import CentralQueue
 from controller.requests.record import RequestRecord, record_of
@@ -28,7 +28,7 @@ MAX_OVER = 16_384
 class HeldLeg(NamedTuple):
     """A leg that `rank` runs for `client`, a key; None: the rank does not state it."""
 
-    rank: RankLoad
+    rank: Rank
     attempt: Attempt
     client: str | None
 
@@ -46,7 +46,7 @@ class RequestTable:
         # requests that failed of late, whose ranks may still say something of them: room, prompt tokens, the attempt
         # that was submitted last, and the last one that was made of it here
         self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
-        self._due: TimerSlots[Rid | RankLoad] = TimerSlots(now)
+        self._due: TimerSlots[Rid | Rank] = TimerSlots(now)
         self.requests: dict[Rid, Request] = {}
         overtake = config.overtake_tokens
         self.queue = CentralQueue(
@@ -156,7 +156,7 @@ class RequestTable:
         forgotten."""
         requests = []
         for key in self._due.take(now):
-            if isinstance(key, RankLoad):
+            if isinstance(key, Rank):
                 self.orphans.forget(key)
             else:
                 request = self.requests[key]
@@ -199,10 +199,10 @@ class OrphanedLegs:
     It is filled by the first hello of each start of a rank, and emptied by resubmits, cancels, time, and lost ranks.
     """
 
-    def __init__(self, due: TimerSlots[Rid | RankLoad]) -> None:
+    def __init__(self, due: TimerSlots[Rid | Rank]) -> None:
         self._due = due
         self._held: dict[Rid, list[HeldLeg]] = {}
-        self._of_rank: dict[RankLoad, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}  # until when, and what
+        self._of_rank: dict[Rank, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}  # until when, and what
 
     def __len__(self) -> int:
         return len(self._held)
@@ -212,7 +212,7 @@ class OrphanedLegs:
         """The number of ranks with inherited work."""
         return len(self._of_rank)
 
-    def register(self, rank: RankLoad, now: float) -> None:
+    def register(self, rank: Rank, now: float) -> None:
         """Record what `rank` ran when it introduced itself; a later hello may list work that I dispatched."""
         running, rank.inherited = rank.inherited, ()
         if not running:
@@ -221,7 +221,7 @@ class OrphanedLegs:
         self._of_rank[rank] = until, running
         self._due.add(rank, until)
         whose: list[str | None] = []
-        for client, count in rank.info.clients:
+        for client, count in rank.load.info.clients:
             whose += [client] * min(count, len(running) - len(whose))
         whose += [None] * (len(running) - len(whose))
         for at, (rid, attempt) in enumerate(running):
@@ -245,7 +245,7 @@ class OrphanedLegs:
             self._held[rid] = others
         return [leg for leg in held if leg not in others]
 
-    def forget(self, rank: RankLoad) -> None:
+    def forget(self, rank: Rank) -> None:
         """Forget what the rank ran: it is lost, or was not asked for."""
         until, running = self._of_rank.pop(rank, (0.0, ()))
         if running:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from bus.wire.messages import Attempt, Rid, Room
-from controller.load.rank import RankLoad
+from controller.rank import Rank
 
 MAX_UNTOLD = 16_384
 
@@ -22,14 +22,14 @@ class Unclear:
     unknown, or several)."""
 
     def __init__(self) -> None:
-        self.at: dict[RankLoad, dict[Rid, int]] = {}
+        self.at: dict[Rank, dict[Rid, int]] = {}
         self.attempts: OrderedDict[Rid, tuple[Attempt, Room | None]] = OrderedDict()
 
-    def lost(self, rank: RankLoad, rid: Rid, offset: int) -> None:
+    def lost(self, rank: Rank, rid: Rid, offset: int) -> None:
         """Record that `rid`, with `offset` tokens before this rank, was lost with it."""
         self.at.setdefault(rank, {})[rid] = offset
 
-    def settle(self, rank: RankLoad) -> dict[Rid, int]:
+    def settle(self, rank: Rank) -> dict[Rid, int]:
         """Return the requests lost with `rank`, and their offsets, and forget them: it is known now whether it has
         died."""
         return self.at.pop(rank, {})

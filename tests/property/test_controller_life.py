@@ -246,7 +246,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def a_policy_knows_of_each_leg_that_runs_whatever_it_breaks(self) -> None:
         policy = self.world.core.policies["unified"].policy  # type: ignore[attr-defined]
-        ranks = self.world.core.table.ranks.values()
+        ranks = self.world.core.members.ranks.values()
         assert sorted(policy.running) == sorted(
             (rid, rank.key) for rank in ranks for rid in rank.work if rank.key[0] == "u"
         )

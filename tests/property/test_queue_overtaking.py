@@ -48,7 +48,7 @@ class Queue:
     def serve(self, node: Any) -> bool:
         """One of those at `node` ends; False: none is there."""
         rank = self.world.rank(node)
-        live = [each for each in self.world.dispatches(node) if each.rid in rank.work]
+        live = [each for each in self.world.dispatches(node) if each.rid in self.world.work(node)]
         if live:
             self.world.progress(node, started=live[:1], ended=live[:1])
             self.world.report(node, acks=[(EPOCH, rank.sent, rank.sent_tokens)], running=len(live) - 1)

@@ -177,7 +177,7 @@ def _agreement(world: World) -> None:
             if rank is None or not load.ready or rank.epoch != load.epoch or not _steady(world, controller):
                 continue
             legs = rank.core.legs
-            for rid, (request, _) in load.work.items():
+            for rid, (request, _) in core.members.ranks[load].work.items():
                 leg = legs.get(rid)
                 if leg is None or leg.attempt != request.attempt:
                     odd[controller.name, key, rid, request.attempt] = f"{controller.name} takes it for running at {key}"

@@ -196,7 +196,16 @@ class World:
     def cancels(self, node: Hello | None = None) -> list[CancelLeg]:
         return self.sent(CancelLeg, node)
 
+    def known(self, node: Hello) -> Any:
+        """The controller's record of the rank."""
+        return self.core.members.known((node.instance, node.dp_rank))
+
+    def work(self, node: Hello) -> Any:
+        """The live legs at the rank, by rid."""
+        return self.known(node).work
+
     def rank(self, node: Hello) -> Any:
+        """The load of the rank."""
         return self.core.table.ranks[(node.instance, node.dp_rank)]
 
     def assert_empty(self) -> None:
@@ -205,9 +214,8 @@ class World:
         assert not life.requests
         assert (life.queue.requests, life.queue.bytes, life.table.payload_bytes) == (0, 0, 0)
         self.core.validate()  # so nothing is kept of requests, of which there are none
-        assert all(
-            not r.work and not r.outstanding and not r.outstanding_tokens for r in self.core.table.ranks.values()
-        )
+        assert not any(rank.work for rank in self.core.members.ranks.values())
+        assert not any(load.outstanding or load.outstanding_tokens for load in self.core.table.ranks.values())
 
 
 def peer_of(node: Hello) -> str:

@@ -316,11 +316,11 @@ def of_text(text: str, part: str) -> dict[str, float]:
 def of_controller(core: Any, now: float, *, complete: bool = True) -> list[tuple[str, Snapshot]]:
     """A core: what it says, and what it shows to Prometheus, which must be the same. `complete`: no rank was forgotten,
     and with it what was sent there."""
-    ranks = core.table.ranks
+    ranks = core.members.ranks.values()
     owed = sum(each.first_due != inf for each in core.life.requests.values())
-    told = [rank_status(rank, core.health.liveness[key], now) for key, rank in ranks.items()]
+    told = [rank_status(rank, core.health.liveness[rank.key], now) for rank in ranks]
     counts = core.tally()
-    shown = collect(core.tally(), ranks.values(), core.health.liveness, core.config.methods, core.regret, now)
+    shown = collect(core.tally(), ranks, core.health.liveness, core.config.methods, core.regret, now)
     by_rank, of_all = _parted(shown)
     page = of_page(of_all, "controller", own=("role", "method"))
     for name, value in counts.items():

@@ -11,7 +11,7 @@ from controller.observe import collect, probe
 
 def scraped(world: World) -> dict[str, float]:
     core = world.core
-    ranks = core.table.ranks.values()
+    ranks = core.members.ranks.values()
     left = collect(core.tally(), ranks, core.health.liveness, core.config.methods, core.regret, world.now)
     page = generate_latest(registry(lambda: left)).decode()
     return {
@@ -48,11 +48,11 @@ def test_acknowledgements_lag_from_a_look_until_all_sent_by_then_is_acknowledged
     world = pd()
     for rid in ("a", "b"):
         world.submit(submit(rid, "pair", disagg_prefill_dp_rank=0, routed_dp_rank=0))
-    probe(world.core.table.ranks.values(), world.now)
+    probe(world.core.members.ranks.values(), world.now)
     assert scraped(world)[f"pdbus_controller_in_flight_requests{{{DECODE}}}"] == 2
     world.now += 0.3
     world.report(D[0], acks=[(EPOCH, 1, 10)])
-    probe(world.core.table.ranks.values(), world.now)  # the first one is still out
+    probe(world.core.members.ranks.values(), world.now)  # the first one is still out
     assert scraped(world)[f"pdbus_controller_acknowledgement_seconds_count{{{DECODE}}}"] == 0
     world.now += 0.4
     world.report(D[0], acks=[(EPOCH, 2, 20)])
@@ -60,7 +60,7 @@ def test_acknowledgements_lag_from_a_look_until_all_sent_by_then_is_acknowledged
     assert found[f"pdbus_controller_acknowledgement_seconds_count{{{DECODE}}}"] == 1
     assert round(found[f"pdbus_controller_acknowledgement_seconds_sum{{{DECODE}}}"], 6) == 0.7
     assert found[f"pdbus_controller_in_flight_requests{{{DECODE}}}"] == 0
-    probe(world.core.table.ranks.values(), world.now)
+    probe(world.core.members.ranks.values(), world.now)
     world.report(D[0], acks=[(EPOCH, 2, 20)])
     assert scraped(world)[f"pdbus_controller_acknowledgement_seconds_count{{{DECODE}}}"] == 1, "nothing was out"
 

@@ -52,7 +52,7 @@ class TestManyRanksAtOnce:
         for n in range(count):
             leg = {"leg": "pair", "bootstrap_room": n} if role == "prefill" else {}
             world.submit(submit(f"r{n}", prompt_tokens=100, **leg))
-        there = {rid for node in nodes["a"] for rid in world.rank(node).work}
+        there = {rid for node in nodes["a"] for rid in world.work(node)}
         world.gone = {peer_of(node) for node in nodes["a"]}
         world.pass_time(2.0, alive=[*nodes["b"]])
         assert there
@@ -96,7 +96,7 @@ class TestManyRanksAtOnce:
         world.pass_time(0.4)
         world.submit(submit("meanwhile"))  # waits
         for node in nodes:
-            running = tuple((rid, 1) for rid in world.rank(node).work)
+            running = tuple((rid, 1) for rid in world.work(node))
             world.back(replace(node, running=running), peer=f"{peer_of(node)} again")
         world.pass_time(1.0)
         world.report(nodes[0])
@@ -184,7 +184,7 @@ class TestBesideWhatKillsRanks:
         all that runs has its first token at once, and ends."""
         for _ in range(100):
             for n, node in enumerate(nodes):
-                work = {rid: request.attempt for rid, (request, _) in world.rank(node).work.items()}
+                work = {rid: request.attempt for rid, (request, _) in world.work(node).items()}
                 mine = [d for d in world.dispatches(node) if work.get(d.rid) == d.attempt]
                 if "killer" not in work:
                     world.progress(node, started=mine)
@@ -307,7 +307,7 @@ class TestConnectionsThatComeBack:
         world.feed(FromNode("new", ends(U[0], "r")))
         world.pongs("new")
         assert world.core.counts["legs_lost"] == 0
-        assert "s" in world.rank(U[0]).work
+        assert "s" in world.work(U[0])
 
     def test_what_came_over_the_old_connection_before_it_closed_counts(self) -> None:
         world = self.one()
@@ -336,7 +336,7 @@ class TestConnectionsThatComeBack:
         world.feed(Unreachable(peer_of(U[0])))
         world.back(replace(U[0], running=(("r", 1),)), peer="new")
         assert not world.cancels()
-        assert "r" in world.rank(U[0]).work
+        assert "r" in world.work(U[0])
 
     def test_an_attempt_that_was_given_up_and_comes_anew_is_wanted(self) -> None:
         world = self.one()
@@ -352,7 +352,7 @@ class TestConnectionsThatComeBack:
         world = unified()
         for n in range(4):
             world.submit(submit(f"r{n}"))
-        running = {node.dp_rank: tuple((rid, 1) for rid in world.rank(node).work) for node in U}
+        running = {node.dp_rank: tuple((rid, 1) for rid in world.work(node)) for node in U}
         world.now += 6.0
         world.gone = {peer_of(node) for node in U}
         world.feed(Tick())

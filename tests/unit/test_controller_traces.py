@@ -253,7 +253,7 @@ def test_a_rank_whose_clock_is_wrong_is_put_right_by_the_quickest_pong() -> None
     world = pair()
     run(world)
     out: list[Any] = []
-    world.core.members.ping(world.rank(P), world.now, out)
+    world.core.members.ping(world.known(P), world.now, out)
     ping = out[0].message
     assert isinstance(ping, Ping)
     sent = world.now

@@ -6,14 +6,13 @@ import weakref
 from collections import Counter
 
 import pytest
-from controller_world import EPOCH, hello
+from controller_world import World, hello
 
 from bus.errors import RemoteProtocolError
 from bus.wire.codec import pack
 from bus.wire.kv_names import Cleared, Stored
 from bus.wire.messages import MemberKey
 from controller.feeds.nodes import NodeCaches
-from controller.load.table import LoadTable
 
 
 def frames(instance: str, seq: int, *hashes: int, dp_rank: int = 0) -> list[bytes]:
@@ -29,25 +28,27 @@ def frames(instance: str, seq: int, *hashes: int, dp_rank: int = 0) -> list[byte
 
 
 def test_a_follower_goes_with_its_rank() -> None:
-    table, counts = LoadTable(EPOCH), Counter[str]()
-    caches = NodeCaches(table.ranks, counts)
+    world, counts = World(forget_s=1.0), Counter[str]()
+    caches = NodeCaches(world.core.members.known, counts)
     followers = []
-    for number in range(500):
-        rank = table.open(hello(f"n{number}", 0))
+    for number in range(100):
+        node = hello(f"n{number}", 0)
+        world.join(node)
+        rank = world.known(node)
         assert caches.received(frames(f"n{number}", 0, 7)) == (rank.key, (Stored((7,)),))
         followers.append(weakref.ref(rank.follower))
-        table.close(rank)
     del rank
+    world.pass_time(10.0)
     assert not any(follower() for follower in followers)
     assert caches.received(frames("n1", 1, 8)) == (("n1", 0), ())  # and it gets none again
-    assert table.ranks == {}
+    assert world.core.members.ranks == {}
 
 
 def test_holes_and_restarts_void_what_is_known_and_are_counted() -> None:
-    table, counts = LoadTable(EPOCH), Counter[str]()
-    caches = NodeCaches(table.ranks, counts)
+    world, counts = World(), Counter[str]()
+    caches = NodeCaches(world.core.members.known, counts)
     key: MemberKey = ("n", 0)
-    table.open(hello("n", 0))
+    world.join(hello("n", 0))
     assert caches.received(frames("n", 4, 1)) == (key, (Stored((1,)),))
     assert caches.received(frames("n", 6, 2)) == (key, (Cleared(), Stored((2,))))
     assert caches.received(frames("n", 0, 3)) == (key, (Cleared(), Stored((3,))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -398,6 +399,24 @@ def test_an_unknown_name_lists_the_labs_own_methods_too() -> None:
     with pytest.raises(ConfigError, match=r"'oracel' for replay \(did you mean oracle\?\)") as error:
         check_method("oracel")
     assert all(name in str(error.value) for name in METHODS)
+
+
+def test_what_a_policy_reads_of_a_rank_is_written_once_and_our_own_read_no_more() -> None:
+    page = (ROOT / "docs" / "own-policy.md").read_text(encoding="utf-8")
+    rows = re.search(r"^\| `rank` \|.*?(?=^\| `request`)", page, re.M | re.S)
+    assert rows is not None
+    told = {name for row in rows[0].splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[2])} - {"rank"}
+    promised = (RankLoad.__doc__ or "").split("A policy reads")[1].split("It changes none")[0]
+    assert set(re.findall(r"`(\w+)`", promised)) == told
+    table = LoadTable(EPOCH)
+    assert all(hasattr(table.open(hello("r")), name) for name in told)
+    read: set[str] = set()
+    for module in (ROOT / "controller" / "policies" / "base.py", ROOT / "controller" / "policies" / "methods.py"):
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("rank", "best", "chosen"):
+                read.add(node.attr)
+    assert read <= told
+    assert {"tokens", "slot", "counts_queue_only"} <= read
 
 
 def test_the_pages_example_works_as_it_stands(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Followed:
 
     def __init__(self) -> None:
         self.world = unified(U[0], unified_method="cache_aware")
-        self.caches = NodeCaches(self.world.core.table.ranks, self.world.core.counts)
+        self.caches = NodeCaches(self.world.core.members.known, self.world.core.counts)
         self.index = self.world.core.prefixes["unified"]
 
     def take(self, told: list[Any]) -> None:

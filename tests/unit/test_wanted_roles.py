@@ -41,11 +41,11 @@ class Cluster(World):
 
     def killed(self, node: Hello) -> None:
         self.alive.remove(node)
-        self.feed(Unreachable(self.core.table.ranks[node.instance, 0].peer))
+        self.feed(Unreachable(self.core.members.known((node.instance, 0)).peer))
 
     def left(self, node: Hello) -> None:
         self.alive.remove(node)
-        self.feed(FromNode(self.core.table.ranks[node.instance, 0].peer, Bye(node.instance, 0, node.epoch)))
+        self.feed(FromNode(self.core.members.known((node.instance, 0)).peer, Bye(node.instance, 0, node.epoch)))
 
     def forgotten(self) -> None:
         for _ in range(int(FORGET_S) + 10):
@@ -60,7 +60,7 @@ class Cluster(World):
     def served(self) -> dict[tuple[str, str], float]:
         """As Prometheus has it."""
         core = self.core
-        ranks, liveness = core.table.ranks.values(), core.health.liveness
+        ranks, liveness = core.members.ranks.values(), core.health.liveness
         metrics = collect(core.tally(), ranks, liveness, core.config.methods, core.regret, self.now, core.wanted)
         (metric,) = [each for each in metrics if each.name == "pdbus_controller_wanted_ready"]
         return {(each.labels["role"], each.labels["model"]): each.value for each in metric.samples}  # type: ignore[misc]
