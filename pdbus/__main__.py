@@ -8,7 +8,8 @@ from pdbus.names import check_names
 
 
 def main() -> None:
-    """Run the console script."""
+    """Run the `pdbus` command: check that `bus`, `nodes` and `controller` are ours (else exit with 2), have signals end
+    the process at once while modules load, then run the subcommand."""
     try:
         check_names()
     except ImportError as error:

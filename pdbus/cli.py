@@ -56,5 +56,6 @@ def pdbus() -> None:
 
 
 def main() -> None:
-    """Run the subcommand that argv names."""
+    """Run the subcommand that argv names, then exit. Errors of ours become one line and an exit code
+    (`bus.runtime.cli`)."""
     cli.run(pdbus, "pdbus")

@@ -15,8 +15,8 @@ OURS = ("bus", "nodes", "controller")
 
 @cache
 def check_names() -> None:
-    """Raise ImportError when one of the names belongs to another file, for example a `bus.py` in the working
-    directory."""
+    """Raise ImportError when one of the names would be imported from another place, for example from a `bus.py` in the
+    working directory. Checked once a process."""
     for name in OURS:
         spec = find_spec(name)
         found = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))

@@ -30,8 +30,9 @@ _SHOWN = 4000  # characters of each log
 
 @pytest.fixture
 def pdbus_cluster(request: pytest.FixtureRequest) -> Generator[Callable[..., Cluster], None, None]:
-    """A factory of running clusters. At the end of the test each cluster is stopped, and the test fails if a process or
-    socket file is left. If the test failed, its report has the logs of the parts."""
+    """A factory of running clusters: `pdbus_cluster(**fields of ClusterSpec)` waits until the cluster is READY and
+    returns it. At the end of the test each cluster is stopped, and the test fails if a process or socket file is left.
+    If the test failed, its report has the logs of the parts."""
     from pdbus.launcher import Cluster, ClusterSpec
 
     clusters: list[Cluster] = []
@@ -75,7 +76,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Have a worker record the directories of its clusters."""
+    """Have an xdist worker record the directories of its clusters in a file."""
     notes = node.config.stash.setdefault(_NOTES, None) or Path(tempfile.mkdtemp(prefix="pdbus-xdist-"))
     node.config.stash[_NOTES] = notes
     node.workerinput["pdbus_notes"] = str(notes)
@@ -83,7 +84,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
-    """Add the logs that the worker's last test left, and remove their directories."""
+    """Add the logs that a crashed worker's clusters left to the test's report, and remove their directories."""
     worker: Any = report.node
     notes = worker.config.stash.get(_NOTES, None)
     if notes is None or not (noted := notes / worker.gateway.id).exists():
@@ -95,6 +96,7 @@ def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folder of the workers' records at the end of the session."""
     notes = config.stash.get(_NOTES, None)
     if notes is not None:
         shutil.rmtree(notes, ignore_errors=True)

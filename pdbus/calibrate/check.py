@@ -1,5 +1,6 @@
 """Compares a live run with its replay: a short generated trace on one prefill and one decode rank of an engine, and the
-same trace in virtual time with the measured timing. Owns the trace and the figures that are compared."""
+same trace in virtual time (the simulator of `pdbus.lab`) with the measured timing. Owns the trace and the figures that
+are compared."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The figures that are compared (seconds live, seconds in the replay), and the measured time of the KV
-    hand-over."""
+    """The result: by name of a figure its live and its replayed value in seconds (means and medians over all requests),
+    the measured hand-over of a KV cache in seconds per prompt token, and the number of requests."""
 
     figures: dict[str, tuple[float, float]]
     kv_fetch_token_s: float
@@ -43,13 +44,15 @@ class Agreement:
 
     @property
     def worst(self) -> float:
-        """The greatest difference as a share of the live run."""
+        """The greatest difference of a figure as a share of its live value: 0.1 is 10 %."""
         return max(abs(replayed / live - 1.0) for live, replayed in self.figures.values())
 
 
 def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float, progress: Progress) -> Agreement:
-    """Run the trace live and in virtual time. `config` has the timing and the ranks' capacities; `longest` is the
-    longest prompt in tokens."""
+    """Start a cluster by `spec`, run a generated trace of `duration_s` seconds on it, replay it in virtual time, and
+    return the figures of both. `config` has the timing and the ranks' capacities, `longest` is the longest prompt in
+    tokens. It blocks all that time; `progress` gets lines to show. Raises StartError from the cluster, ConfigError as
+    `made_up` does."""
     config = replace(config, cache_blocks=config.decode_kv_tokens // BLOCK_TOKENS)
     with Cluster(spec, progress) as cluster, cluster.client() as client:
         progress("measuring the hand-over of a KV cache")
@@ -62,8 +65,9 @@ def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float,
 
 
 def made_up(config: LabConfig, longest: int, duration_s: float) -> Trace:
-    """Return a trace without shared prefixes, at LOAD. Raises ConfigError where the engine is too slow for
-    `duration_s`."""
+    """Return a generated trace of `duration_s` seconds without shared prefixes, with arrivals so far apart that the
+    busier rank has a load of LOAD by `config.timing`. Prompts have `longest` tokens at most. Raises ConfigError if it
+    would have fewer than 20 requests, because the engine is too slow."""
     rng = Random(config.seed)
     timing, chunk = config.timing, config.chunk_tokens
 

@@ -1,4 +1,4 @@
-"""Opens the engine to measure: one runner, alone in this process, as in a node."""
+"""Opens the engine to measure: one runner (an engine's adapter at a rank), alone in this process, without a cluster."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ TICK_S = 0.05
 
 @contextmanager
 def probe_of(kind: EngineKind, config: NodeConfig) -> Iterator[tuple[Probe, int]]:
-    """Open the engine; give a probe and the maximum of prompt tokens in a step. Raises ConfigError or StartError if the
-    engine does not start."""
+    """Open the engine in this process; give a probe and the maximum of prompt tokens in a step. The engine is closed at
+    the end of the `with` block. It blocks while the model loads. Raises ConfigError or StartError if the engine does
+    not start."""
     loop = Loop()
     loop.call_every(TICK_S, lambda: None)  # so that a turn never waits long
     try:

@@ -1,4 +1,5 @@
-"""Fits the timing model to measured steps: least squares of relative errors, no term below 0. Pure."""
+"""Fits the sim engine's timing model (`SimTiming`: the seconds of a step, linear in its content) to measured steps:
+least squares of relative errors, no term below 0. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from nodes.own.engines.timing import SimTiming
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measurement of `steps` engine steps together, in the terms of `SimTiming`: all numbers are totals over these
-    steps. `context_tokens` is also summed over the rows; `seconds` is the duration of all steps."""
+    """A measurement of `steps` engine steps together: all numbers are totals over these steps. `prefill_tokens` are
+    prompt tokens computed, `decode_rows` are output tokens made, `context_tokens` are the KV tokens that they attend
+    to, `seconds` is the duration of all steps."""
 
     steps: int
     prefill_tokens: int
@@ -22,8 +24,8 @@ class Point:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """The work in the order of the timing's fields. In a point, either each step feeds one token, or each feeds
-        more than one."""
+        """The factors of the timing's terms, in the order of the fields of `SimTiming`. The last one counts the steps
+        that feed more than one token: all steps of a point or none."""
         batched = self.prefill_tokens + self.decode_rows > self.steps
         return self.steps, self.prefill_tokens, self.decode_rows, self.context_tokens, self.steps * batched
 
@@ -34,7 +36,8 @@ class Point:
 
 
 def fit(points: Sequence[Point]) -> SimTiming:
-    """Return the best fit over all sets of terms whose solution is not negative; the sets are few enough to try all."""
+    """Return the timing whose predictions have the least sum of squared relative errors, with no term below 0. All sets
+    of nonzero terms are tried. `seconds` of each point must be above 0; without points all terms are 0."""
     count = len(fields(SimTiming))
     rows = [[count / point.seconds for count in point.work] for point in points]
     best, least = [0.0] * count, float(len(points))

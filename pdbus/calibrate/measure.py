@@ -1,7 +1,7 @@
-"""Measure the steps of an engine: prompts alone, then requests that decode together.
+"""Measures the steps of an engine: prompts alone, then requests that decode together.
 
-Prompts differ in every block, so that no prefix cache helps. Other work of the machine only makes a step longer, so the
-median of the steps of a round counts, and the quickest of a few rounds.
+Prompts differ in every block, so that no prefix cache helps. Other work of the machine only makes a step longer. So the
+quickest of a few rounds counts; in a round of decode steps it is their median.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ VOCABULARY = 500  # ids that prompts are made of; every model has at least as ma
 
 
 class Runs(Protocol):
-    """The interface of `Probe`."""
+    """The interface of `Probe`: it runs prompts on an engine and returns the times of their tokens."""
 
     facts: RankFacts
 
-    def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[LegTimes]: ...
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[LegTimes]:
+        """Run all prompts at once and return the times of their tokens."""
 
 
 def measure(
     probe: Runs, step_tokens: int, longest: int, rounds: int = 3, progress: Callable[[str], None] = lambda line: None
 ) -> list[Point]:
-    """Measure and return the points to fit. `step_tokens` is the maximum of prompt tokens in a step, `longest` the
-    longest prompt in tokens."""
+    """Run prompts of many lengths and batch sizes on the probe's engine; return the points for `fit`. `step_tokens` is
+    the maximum of prompt tokens in a step, `longest` the longest prompt in tokens; each measurement is repeated
+    `rounds` times. It blocks for all runs (minutes on a slow engine); `progress` gets a line before each. Raises as
+    `probe.run` does."""
     rng = Random(1)
     facts = probe.facts
     most = min(longest, facts.max_context - 2, facts.kv_capacity - facts.block_tokens - 2)

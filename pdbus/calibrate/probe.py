@@ -1,4 +1,5 @@
-"""Runs legs on a runner without a bus, and records the time of each token. Owns these records.
+"""Runs legs on a runner without a cluster, and records the time of each token. A leg is a rank's share of a request, a
+runner the engine's adapter. Owns these records.
 
 The measured time is that of the engine and of the code that a rank adds to it.
 """
@@ -20,7 +21,8 @@ WAIT_S = 300.0  # how long to wait for the next token
 
 @dataclass(slots=True)
 class LegTimes:
-    """The times of a leg's tokens, in seconds from the common start of all legs of the run."""
+    """The times of a leg's tokens, in seconds from the common start of all legs of the run. `over`: its last token has
+    come."""
 
     prompt_tokens: int
     tokens_at: list[float] = field(default_factory=list)
@@ -28,7 +30,8 @@ class LegTimes:
 
 
 class Probe:
-    """Runs legs on `runner`. `turn()` waits for the next event of the runner, for a short time at most."""
+    """Runs legs on `runner`, whose only user it is. `clock()` is in seconds; `turn()` waits for the next event of the
+    runner, for a short time at most."""
 
     def __init__(self, runner: Runner, clock: Callable[[], float], turn: Callable[[], None]) -> None:
         self.facts = runner.facts
@@ -41,8 +44,9 @@ class Probe:
         runner.attach(self._on_event)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[LegTimes]:
-        """Run all prompts at once to their last tokens; return their times. Raises StartError when a leg fails, or when
-        the engine makes no token for WAIT_S."""
+        """Run all prompts at once, each to its `max_tokens` (end tokens are ignored); return their times, in the order
+        of the prompts. It blocks until all have ended. Raises StartError when a leg fails, when the engine dies, or
+        when it makes no token for WAIT_S."""
         legs = [self._leg(prompt, count) for prompt, count in zip(prompts, max_tokens, strict=True)]
         courses = [LegTimes(len(prompt)) for prompt in prompts]
         self._times_of = dict(zip(legs, courses, strict=True))

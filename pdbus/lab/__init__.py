@@ -1,4 +1,5 @@
-"""The policy lab compares balancing methods on a trace: `pdbus replay`, and its parts for notebooks.
+"""The policy lab compares balancing methods (the rules by which a controller picks a rank) on a trace of requests:
+`pdbus replay`, and its parts for notebooks.
 
 It runs in virtual time: a discrete-event loop over parts that also run live (load table, policies, batching, blocks,
 timing model), so that an hour of trace takes seconds. See `docs/replay.md`.

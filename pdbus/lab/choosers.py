@@ -1,7 +1,9 @@
-"""Choosers of a controller among the ranks of one role: the live policies over the live load table, and baselines.
+"""Choosers of a controller among the ranks of one role, in the lab's virtual time: the live policies over the live load
+table, and baselines.
 
 A chooser belongs to one controller and sees only the messages that reach it: its own dispatches, reports, counters of
-other controllers, KV events. The oracles see the ranks themselves. Choosers must not move time or requests.
+other controllers, KV events. The oracles see the ranks themselves. Choosers must not move time or requests. `dp_rank`
+is a rank's number, from 0.
 """
 
 from __future__ import annotations
@@ -30,50 +32,57 @@ EPOCH = 1  # of every virtual rank: none restarts
 
 
 class Truth(Protocol):
-    """The true state of ranks, for oracles alone: queued tokens and requests (also those on their way), cached
-    tokens."""
+    """The true state of ranks at this moment, for oracles alone."""
 
-    def queued_tokens(self, dp_rank: int) -> int: ...
-    def requests(self, dp_rank: int) -> int: ...
-    def cached_tokens(self, dp_rank: int, hashes: Sequence[int]) -> int: ...
+    def queued_tokens(self, dp_rank: int) -> int:
+        """Return the prompt tokens that wait at the rank or are on their way to it."""
+
+    def requests(self, dp_rank: int) -> int:
+        """Return the requests at the rank and on their way to it."""
+
+    def cached_tokens(self, dp_rank: int, hashes: Sequence[int]) -> int:
+        """Return how many tokens of the prefix with these block hashes the rank has cached."""
 
 
 class Chooser(Protocol):
-    """Chooses among the ranks 0 .. n-1 of one instance, in virtual time `now`."""
+    """Chooses among the ranks 0 .. n-1 of one role. The simulation calls it; `now` is the virtual time in seconds."""
 
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
-        """Return the dp_rank for `request`, and the tokens that were charged to that rank."""
+        """Return the rank for `request`, and the tokens by which its estimated load was raised (0 for baselines without
+        acknowledgements)."""
 
     def takes(self, request: Submit) -> bool:
-        """Return true if some rank can take `request` now."""
+        """Return true if some rank can take `request` now; otherwise the request waits."""
 
     def least_tokens(self) -> int:
-        """Return the estimate of tokens queued at the least loaded rank."""
+        """Return the estimate of prompt tokens queued at the least loaded rank."""
 
     def work(self, request: Submit) -> int:
-        """Return the prompt tokens of `request` that must be computed."""
+        """Return the prompt tokens of `request` that must be computed, at the rank with the longest cached prefix where
+        the policy knows caches."""
 
     def first_token_s(self, work: int) -> float:
         """Return the seconds that `work` prompt tokens would take at the least loaded rank, by its reports."""
 
     def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
-        """The request `ended.rid`, charged there, is over."""
+        """Note that the leg of request `ended.rid` at this rank is over."""
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
-        """A load report arrived."""
+        """Note a load report of this rank, which came at `now`."""
 
     def sent(self) -> Sent | None:
-        """Return this controller's counters for the other controllers; None: it shares none."""
+        """Return this controller's counters of what it has dispatched, for the other controllers; None: it shares
+        none."""
 
     def apply_sent(self, sent: Sent, now: float) -> None:
-        """Another controller's counters arrived."""
+        """Note another controller's counters."""
 
     def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        """A rank's cache changed."""
+        """Note changes of this rank's prefix cache."""
 
 
 class BaseChooser:
-    """A chooser that ignores all messages; the base of the others."""
+    """A chooser that ignores all messages and always takes requests; the base of the others."""
 
     def takes(self, request: Submit) -> bool:
         return True
@@ -104,7 +113,8 @@ class BaseChooser:
 
 
 class TableChooser(BaseChooser):
-    """A live policy in a live balancer, for the ranks of one role. With `late`, requests wait until it takes them."""
+    """A live policy in a live balancer, for the ranks of one role. With `late` (late binding), `takes` is false until a
+    rank is nearly idle. `controller` is this controller's number, from 0."""
 
     def __init__(
         self, policy: Policy, role: Role, ranks: int, controller: int, config: LabConfig, block_tokens: int,
@@ -129,6 +139,7 @@ class TableChooser(BaseChooser):
         self._group = self.table.group(role)
 
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
+        """Pick by the policy and charge the rank. Raises BusError if the policy returns no rank."""
         self.balancer.tick(now)
         rank = self._pick(request)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
@@ -175,19 +186,22 @@ class TableChooser(BaseChooser):
 
 
 class PowerOfTwo(Policy):
-    """The better of two ranks drawn at random, by the same estimates (Mitzenmacher 2001)."""
+    """A policy: the less loaded of two ranks drawn at random (Mitzenmacher 2001), by the same estimates as
+    total_tokens."""
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         self._rng = random.Random((settings or PolicySettings()).seed)
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
+        """Return the better of two; None if there is no candidate."""
         ranks = [*view]
         drawn = self._rng.sample(ranks, min(2, len(ranks)))
         return min(drawn, key=lambda rank: (rank.tokens, rank.requests, rank.last_turn), default=None)
 
 
 class Overwrite(BaseChooser):
-    """Reports without acknowledgement: each one overwrites what was believed, dispatches in between are added."""
+    """A baseline with reports that acknowledge nothing: each one overwrites the believed load, to which dispatches
+    after it are added. `of_report` gives the load of a report, `of_dispatch` that of a prompt's tokens."""
 
     def __init__(self, ranks: int, of_report: Callable[[Load], int], of_dispatch: Callable[[int], int]) -> None:
         self._believed = [0] * ranks
@@ -197,6 +211,7 @@ class Overwrite(BaseChooser):
         self._of_dispatch = of_dispatch
 
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
+        """Return the rank with the least believed load, by turns among equals."""
         chosen = min(range(len(self._believed)), key=lambda rank: (self._believed[rank], self._last_turn[rank]))
         self._believed[chosen] += self._of_dispatch(request.prompt_tokens)
         self._turn += 1
@@ -208,7 +223,8 @@ class Overwrite(BaseChooser):
 
 
 class Oracle(BaseChooser):
-    """Sees every rank as it is at this moment, requests on their way included; `cache`: and what each has cached."""
+    """A baseline that sees the true state of every rank, requests on their way included; with `cache`, it subtracts the
+    prompt tokens that a rank has cached."""
 
     def __init__(self, truth: Truth, ranks: int, *, cache: bool) -> None:
         self._truth = truth
@@ -217,6 +233,7 @@ class Oracle(BaseChooser):
         self._turn = 0
 
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
+        """Return the rank with the fewest tokens, by turns among equals."""
         truth = self._truth
         hashes = unpack_hashes(request.block_hashes) if self._cache else []
 
@@ -232,7 +249,7 @@ class Oracle(BaseChooser):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the lab's table: what it is, and the reports it lives on."""
+    """A row of the lab's table: a balancing method, and the reports and events that it needs."""
 
     about: str
     report_interval_s: float | None = None  # None: the lab's setting, and a report after each step
@@ -259,7 +276,8 @@ LATE = {"late_tokens": "total_tokens", "late_cache": "cache_aware"}  # the polic
 
 
 def method_of(name: str) -> Method:
-    """The row of `METHODS`, or what a policy from outside lives on; ConfigError with the names there are."""
+    """Return the row of METHODS, or one for a policy from outside (`module:Class`). Raises ConfigError for an unknown
+    name."""
     if name in METHODS:
         return METHODS[name]
     if find(name) is None:
@@ -268,7 +286,7 @@ def method_of(name: str) -> Method:
 
 
 def check_method(name: str) -> str:
-    """`name`, or ConfigError with the names there are."""
+    """Return `name`. Raises ConfigError for an unknown one."""
     method_of(name)
     return name
 
@@ -276,7 +294,8 @@ def check_method(name: str) -> str:
 def build_chooser(
     name: str, role: Role, ranks: int, controller: int, config: LabConfig, truth: Truth, block_tokens: int
 ) -> Chooser:
-    """The chooser of one controller for one role."""
+    """Return a new chooser by the method `name`, for controller number `controller` (from 0) and `ranks` ranks of
+    `role`. `truth` is for oracles alone."""
     if name in ("oracle", "oracle_cache"):
         return Oracle(truth, ranks, cache=name == "oracle_cache")
     if name == "overwrite":

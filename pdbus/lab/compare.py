@@ -1,4 +1,5 @@
-"""Runs several replays side by side in processes of their own. Owns the division of work, nothing of a run."""
+"""Runs several replays (simulations of a trace), several at a time in processes of their own. Owns the division of
+work, nothing of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from pdbus.lab.traces import Trace
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One method on one trace; its seed is the config's."""
+    """One replay to make: one method on one trace; its seed is the config's."""
 
     trace: Trace
     method: str
@@ -46,12 +47,12 @@ class Result:
 
 
 def row_of(method: str, config: LabConfig) -> str:
-    """Return the name of a method's row, with the order of the queue unless that is the order of arrival."""
+    """Return the name of a method's row in tables, with the order of the queue unless that is the order of arrival."""
     return method if config.queue_order == "arrival" else f"{method} {config.queue_order}"
 
 
 def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
-    """Return the summary of `outcome`, under its method's name or another one."""
+    """Return the result of a run that gave `outcome`, under `name`, or under its method's row name if that is empty."""
     load = [list(row) for row in outcome.load]
     summary = summarise(outcome, config)
     return Result(name or row_of(outcome.method, config), config.seed, summary, ttfts(outcome), outcome.sample_s, load)
@@ -60,9 +61,11 @@ def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
 def compare(
     runs: Sequence[Run], *, jobs: int = 1, on_share: Callable[[int, float], None] = lambda number, share: None
 ) -> list[Result]:
-    """Return the result of each of `runs`, in their order, with up to `jobs` at a time. Raises a run's ConfigError.
+    """Make all `runs` and return their results in the same order. With `jobs` above 1, so many processes run at a time;
+    otherwise this thread does. It blocks until all are done. Raises a run's ConfigError, and BusError if a process
+    dies; the others are stopped then.
 
-    `on_share(number, share)` is called with the progress of each run; 1 is its end.
+    `on_share(number, share)` is called in this thread with the progress of each run; 1 is its end.
     """
     if jobs <= 1 or len(runs) == 1:
         results = {}

@@ -1,4 +1,4 @@
-"""Settings of one replay. Owns defaults and checks."""
+"""Settings of one replay (a simulation of a trace). Owns defaults and checks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nodes.own.engines.timing import SimTiming
 @dataclass(frozen=True, slots=True)
 class LabConfig:
     """The simulated cluster, and the delays and losses of its messages. Times in seconds, sizes in tokens or blocks.
+    Raises ConfigError for invalid values.
 
     The trace's time is stretched until the prompts, without cache hits, would keep the prefill ranks busy for the share
     `load` of the time. 0 keeps the trace's own times.

@@ -35,7 +35,9 @@ class Shape:
 
 
 def generate(duration_s: float = 600.0, *, seed: int = 1, shape: Shape | None = None) -> Trace:
-    """Return a trace of about `duration_s * shape.turns_per_s` requests; the same arguments give the same trace."""
+    """Return a trace of `duration_s` seconds with about `duration_s * shape.turns_per_s` requests in order of arrival,
+    none with more than MAX_PROMPT_TOKENS prompt tokens. The same arguments give the same trace; `shape` None is
+    `Shape()`."""
     shape = shape or Shape()
     rng = random.Random(seed)
     next_id = iter(range(1, 1 << 62)).__next__

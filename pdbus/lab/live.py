@@ -41,7 +41,7 @@ _TIMING_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class LiveEngine:
-    """The engine of the ranks."""
+    """The engine of the ranks in a live run, and its model."""
 
     name: str = "sim"  # or vllm
     model: str = "sim"

@@ -1,4 +1,5 @@
-"""Compares placements for decode ranks that run in lockstep (DP attention).
+"""Compares placements for decode ranks that run in lockstep (DP attention): all ranks begin each step together, and
+wait for the slowest.
 
 The model is smaller than the lab's: no memory limit, no prefill, every rank takes part in every step, and the heaviest
 rank decides the duration of a step. Owns that model and the placements; `examine` runs one of them.
@@ -38,8 +39,8 @@ PLACEMENTS: dict[str, Placement] = {
 
 @dataclass(frozen=True, slots=True)
 class Lockstep:
-    """The result: seconds for an output token (over requests), and the work of the heaviest rank divided by the mean
-    (over steps)."""
+    """The result: mean and p99 of the seconds for an output token (over requests), and `imbalance`, the work of the
+    heaviest rank divided by the mean (over steps; 1 is even)."""
 
     tpot_mean_s: float
     tpot_p99_s: float
@@ -48,7 +49,9 @@ class Lockstep:
 
 
 def examine(trace: Trace, placement: str, ranks: int, *, timing: SimTiming | None = None, seed: int = 1) -> Lockstep:
-    """Run `trace` with `placement`: every request arrives at its time, already prefilled, and decodes to its end."""
+    """Run `trace` with a placement (a name of PLACEMENTS) on `ranks` decode ranks in virtual time: every request
+    arrives at its time, already prefilled, and decodes to its end; requests with fewer than two output tokens are left
+    out. `timing` None is the default of SimTiming; `seed` is for `random`."""
     timing = timing or SimTiming()
     rng, choose = random.Random(seed), PLACEMENTS[placement]
     group = [_Rank(number) for number in range(ranks)]

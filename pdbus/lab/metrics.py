@@ -1,4 +1,4 @@
-"""The figures of a run. Owns their definitions; draws and prints nothing.
+"""The figures of a run (one replay of a trace). Owns their definitions; draws and prints nothing.
 
 TTFT: from a request's arrival to its first token at the client. TPOT: seconds a token after the first. SLO attainment:
 the share of requests whose TTFT and TPOT both keep the limits. Imbalance: tokens queued at the fullest rank over those
@@ -49,7 +49,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the estimate from `values`; NaN when any of them is NaN."""
+    """Return mean and interval of `values`, one for each run; NaN when any of them is NaN, or without values."""
     count, mean = len(values), _mean(values)
     if count < 2:
         return Estimate(mean, math.nan)
@@ -58,7 +58,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def student_t(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's distribution."""
+    """Return the 97.5 % quantile of Student's distribution with `freedom` (1 or more) degrees of freedom."""
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = 1.959964
@@ -73,7 +73,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ttfts(outcome: Outcome) -> list[float]:
-    """Return all times to the first token, sorted, in seconds."""
+    """Return the time from arrival to first token of each request, sorted, in seconds."""
     return sorted(course.first_token_s - course.request.arrival_s for course in outcome.courses)
 
 

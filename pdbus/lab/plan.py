@@ -1,4 +1,5 @@
-"""Searches the split of the ranks, the methods and the order that keep most requests of a trace within their SLO.
+"""Searches the split of the ranks (how many prefill, the rest decode), the methods and the order that keep most
+requests of a trace within their SLO (limits of the time to the first token and per token).
 
 All combinations would take hours, so the search has steps. First every split that can compute the prompts, with one
 choice of methods and order; then all methods and orders at the best split; then the best choice at neighbouring splits,
@@ -26,7 +27,8 @@ Runner = Callable[[Sequence[Run]], Sequence[Result]]
 
 @dataclass(frozen=True, order=True)
 class Choice:
-    """One way to run the ranks."""
+    """One way to run the ranks: the split, the controller's methods, the order of its queue, and decode admission
+    (requests wait while no decode rank can take them within the limit per token)."""
 
     prefill: int  # ranks
     decode: int  # ranks
@@ -40,11 +42,12 @@ class Choice:
         return f"{self.prefill} + {self.decode}, {self.prefill_method}, {self.decode_method}, order {order}"
 
     def settings(self) -> dict[str, str | int | bool]:
-        """Return the settings by name."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
     def run(self, trace: Trace, config: LabConfig) -> Run:
-        """Return the run of this choice on `trace`, at the trace's own times."""
+        """Return the run to make for this choice: `config` with its settings, and the trace's own times. It is not
+        started."""
         settings = replace(
             config, ranks=self.prefill, decode_ranks=self.decode, decode_method=self.decode_method,
             queue_order=self.queue_order, tpot_admission=self.tpot_admission, load=0.0,
@@ -65,7 +68,7 @@ class Found:
         return self.mean("slo_attainment")
 
     def mean(self, field: str) -> Estimate:
-        """Return the mean of a figure of `Summary` over the seeds."""
+        """Return mean and 95 % interval of a field of `Summary` over the seeds."""
         return estimate([getattr(result.summary, field) for result in self.results])
 
 
@@ -79,8 +82,9 @@ class Plan:
 
 
 def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) -> Plan:
-    """Search with one trace for each seed, from `config.seed` on; `run` executes runs. Raises ConfigError when no split
-    can serve the trace."""
+    """Search for the best way to run `ranks` ranks, and return all that was tried. Each seed from `config.seed` on has
+    its own trace in `traces`. `run` makes the given runs and returns their results in the same order; it is called a
+    few times. Raises ConfigError when no split can serve the prompts."""
     splits = [n for n in range(1, ranks) if offered_load(traces[0], replace(config, ranks=n)) <= MOST_LOAD]
     if not splits:
         load = offered_load(traces[0], replace(config, ranks=max(1, ranks - 1)))

@@ -1,4 +1,5 @@
-"""Plots of a comparison (matplotlib, the `bench` extra). Owns their appearance; defines no figures."""
+"""Plots of a comparison of methods or of a plan, as PNG files (matplotlib, the `bench` extra). Owns their appearance;
+defines no figures."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ MARKS = ("TTFT mean", "ttft_mean_s"), ("TTFT p99", "ttft_p99_s"), ("SLO kept", "
 
 
 def prepare(directory: Path) -> None:
-    """Make `directory` before a long run whose plots go there. Raises ConfigError when plots cannot be drawn or
-    written."""
+    """Make `directory` if it is missing; call it before a long run whose plots go there. Raises ConfigError when
+    matplotlib is missing or the directory cannot be made."""
     try:
         import matplotlib
 
@@ -56,7 +57,8 @@ def prepare(directory: Path) -> None:
 
 
 def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[Path]:
-    """Write `methods.png`, `ttft.png` and `load.png` to `directory`. Raises ConfigError when that fails."""
+    """Draw `methods.png`, `ttft.png` and `load.png` in `directory`, and return their paths. `title` is printed above
+    each. Raises ConfigError as `prepare` does, or when a file cannot be written."""
     prepare(directory)
     from matplotlib import pyplot
 
@@ -74,7 +76,8 @@ def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[
 
 
 def look_of(method: str) -> dict[str, Any]:
-    """Return colour and line of a method; `NAME (virtual)` is thinner than the live NAME, `NAME slo` is dotted."""
+    """Return matplotlib's colour, line style and width of a method's row; `NAME (virtual)` is thinner than the live
+    NAME, `NAME slo` is dotted."""
     name, *variant = method.split(" ")
     color, style = LOOKS.get(name) or (OTHERS[zlib.crc32(name.encode()) % len(OTHERS)], (0, (4, 1, 1, 1)))
     if "slo" in variant:
@@ -215,8 +218,8 @@ def _draw_load(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any
 
 
 def write_plan(plan: Plan, path: Path, title: str) -> None:
-    """Draw the share of requests that keep both SLOs, by split and by choice. Raises ConfigError when it cannot be
-    written."""
+    """Draw the file `path`: the share of requests that keep both SLOs, by split and by choice. Raises ConfigError as
+    `prepare` does, or when it cannot be written."""
     prepare(path.parent)
     from matplotlib import pyplot
 

@@ -1,7 +1,9 @@
-"""One rank in virtual time: the nodes' scheduler and blocks, stepped by the timing model. Owns its inbox and steps.
+"""One rank in virtual time: the nodes' scheduler and blocks, with steps that last as long as the timing model says.
+Owns its inbox and steps.
 
 Requests are ingested when they arrive, as in the live nodes (their forward step runs off the socket thread). Does not
-choose ranks or measure anything; it calls back for a first token and a last one.
+choose ranks or measure anything; it calls back for a first token and a last one. A sequence is a request at this rank;
+its id is the request's number.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 
 
 class VirtualRank:
-    """A rank. `on_output(sequence id)` is called at the step with a prefill's token or a decode's last token,
-    `on_first` at a decode's first step, and `on_admitted(sequence)` when a decode leg got its memory (the caller then
-    calls `fetched`).
-    """
+    """A prefill or decode rank. The callbacks get a sequence's id: `on_output` at the step with a prefill's token or a
+    decode's last token, `on_first` at a decode's first step. `on_admitted` gets a decode sequence that has its memory;
+    the caller lets the KV cache travel, then calls `fetched`. `blocks` is the KV memory, in blocks of `block_tokens`;
+    `max_running` are run slots, `chunk_tokens` the most prompt tokens in a step."""
 
     def __init__(
         self,
@@ -61,13 +63,14 @@ class VirtualRank:
     # --- messages to it --------------------------------------------------------------------------------------
 
     def welcomed(self, controllers: Iterable[int]) -> None:
-        """Note that these controllers (epochs) have welcomed it: it acknowledges them from now on, also before a
-        dispatch."""
+        """Note that these controllers (by epoch, the number of a controller's start) have welcomed it: its loads
+        acknowledge them from now on, also before a dispatch."""
         self._acks = {epoch: Ack(epoch, 0, 0) for epoch in controllers}
         self._acks_now = tuple(self._acks.values())
 
     def ingest(self, sequence: Sequence, controller_epoch: int, charge: int) -> None:
-        """Take a dispatch: acknowledge and queue it (a decode leg stays parked until its KV cache is ready)."""
+        """Take a request that a controller dispatched here: acknowledge it with its `charge` (tokens) and queue it. A
+        decode sequence stays parked until `kv_ready`."""
         last = self._acks.get(controller_epoch, Ack(controller_epoch, 0, 0))
         self._acks[controller_epoch] = Ack(controller_epoch, last.dispatches + 1, last.tokens + charge)
         self._acks_now = tuple(self._acks.values())
@@ -78,18 +81,19 @@ class VirtualRank:
         self._begin()
 
     def kv_ready(self, seq: int) -> None:
-        """Ask for memory for `seq`, whose prefill leg is computed."""
+        """Queue the parked sequence `seq` for memory: its prompt is computed at the prefill rank. `on_admitted` follows
+        when it gets it."""
         self.scheduler.unpark(seq)
         self._begin()
 
     def fetched(self, seq: int) -> None:
-        """Start to decode `seq`, whose KV cache has arrived."""
+        """Start to decode `seq`, whose KV cache has arrived here."""
         self._interrupt()
         self.scheduler.start(seq, NO_TOKEN)
         self._begin()
 
     def release(self, seq: int) -> None:
-        """Release `seq`, which is no longer needed here and is not decoding."""
+        """Free the memory of `seq`, which is no longer needed here and is not decoding."""
         self.scheduler.release(seq)
         self._begin()
 
@@ -127,6 +131,7 @@ class VirtualRank:
         return load, self._run
 
     def take_kv_events(self) -> list[KvEvent]:
+        """Return the changes of the prefix cache since the last call; empty without `kv_events`."""
         return self.pool.take_events()
 
     # --- steps ------------------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from pdbus.lab.scheduler import DecodeRun
 
 
 class Reports:
-    """The reports of one rank to `readers` choosers: every `interval_s`, and at each call of `report_now`. Each chooser
-    loses a report with probability `loss`, or gets it `delay_s` later."""
+    """The load reports of one rank to `readers` choosers: one every `interval_s`, and at each call of `report_now`.
+    Each chooser gets a report `delay_s` later, or loses it with probability `loss`. `before_ingest`: see
+    `VirtualRank.load`. Times are virtual, in seconds."""
 
     def __init__(
         self, loop: VirtualLoop, rank: VirtualRank, rng: random.Random, readers: int, *,
@@ -42,19 +43,19 @@ class Reports:
         rank.changed.append(self._changed)
 
     def report_now(self) -> None:
-        """Make a report now."""
+        """Make a report of the present state, beside the regular ones."""
         self.catch_up()
         self._make(self._loop.now)
 
     def catch_up(self) -> None:
-        """Make the reports that were due by now."""
+        """Make the regular reports that were due by now. The other methods call it."""
         while self._next_s <= self._loop.now:
             self._make(self._next_s)
             self._next_s += self._interval_s
 
     def last(self, reader: int) -> tuple[float, Load] | None:
-        """Return the last report that has come to `reader` since its last call, and when it came; None: there is
-        none."""
+        """Return when the newest report came to `reader` (its number, from 0), and the report; None if none came since
+        the last call. Older ones are dropped."""
         self.catch_up()
         coming, come = self._coming[reader], None
         while coming and coming[0][0] + self._delay_s <= self._loop.now:
@@ -66,7 +67,7 @@ class Reports:
         return made_s + self._delay_s, replace(load, seq=number, kv_tokens=held)
 
     def next_s(self, reader: int) -> float:
-        """Return when the next report may come to `reader`, if nothing changes until then."""
+        """Return the time when the next report may come to `reader`, if nothing changes until then."""
         self.catch_up()
         coming = self._coming[reader]
         return (coming[0][0] if coming else self._next_s) + self._delay_s
@@ -86,8 +87,8 @@ class Reports:
 
 
 class Listener:
-    """A chooser that reads its reports when it decides. It is reader number `reader` of each of `reports`, which are in
-    the order of ranks."""
+    """A chooser that reads its reports only when it decides. It is reader number `reader` of each of `reports`, which
+    are in the order of ranks. The other methods do what the chooser's do, after `read` where loads matter."""
 
     def __init__(self, chooser: Chooser, reader: int, reports: list[Reports]) -> None:
         self.chooser = chooser
@@ -95,14 +96,14 @@ class Listener:
         self._reports = reports
 
     def read(self) -> None:
-        """Pass the reports that have come to the chooser."""
+        """Pass the reports that have come by now to the chooser."""
         for dp_rank, reports in enumerate(self._reports):
             come = reports.last(self._reader)
             if come is not None:
                 self.chooser.report(dp_rank, come[1], come[0])
 
     def next_s(self) -> float:
-        """Return when the next report may come; infinite if no rank reports."""
+        """Return the time when the next report may come; infinite if no rank reports."""
         return min((reports.next_s(self._reader) for reports in self._reports), default=math.inf)
 
     def pick(self, request: Submit, now: float) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""The nodes' scheduler with one shortcut: it does runs of pure decode steps at once. Owns only the shortcut.
+"""The nodes' scheduler (it plans the steps of one rank) with one shortcut: it does runs of pure decode steps at once.
+Owns only the shortcut.
 
 While only decoding sequences run and none finishes, steps differ only in their context, so `skip` does any number of
 them exactly as `plan` and `complete` would one by one (a test checks that the two are equal).
@@ -18,9 +19,10 @@ NO_TOKEN = 0  # the lab's outputs are counted, not read
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """A run of `steps` steps of the same `rows` decoding sequences; the last step ends at least one of them.
+    """A run of `steps` steps of the same `rows` decoding sequences, from the time `began_s`; the last step ends at
+    least one of them.
 
-    The first step takes `first_s`, and each further one `growth_s` more than the one before.
+    The first step takes `first_s` seconds, and each further one `growth_s` more than the one before.
     """
 
     began_s: float
@@ -34,7 +36,8 @@ class DecodeRun:
         return self.began_s + steps * self.first_s + self.growth_s * steps * (steps - 1) / 2
 
     def done(self, now: float) -> int:
-        """Return the number of steps done at `now`, never the last one, which the scheduler itself completes."""
+        """Return the number of steps done at the time `now`, never the last one, which the scheduler itself
+        completes."""
         elapsed_s, linear_s = max(0.0, now - self.began_s), self.first_s - self.growth_s / 2
         root = linear_s + math.sqrt(linear_s**2 + 2 * self.growth_s * elapsed_s)
         about = 2 * elapsed_s / root if root else math.inf  # where `ends_s` reaches `now`
@@ -47,10 +50,13 @@ class DecodeRun:
 
 
 class LabScheduler(Scheduler):
+    """The nodes' `Scheduler` with runs of decode steps."""
+
     first_apart = False  # a sequence's first decode step is not part of a run: its end is an event
 
     def decode_run(self, timing: SimTiming, now: float) -> DecodeRun | None:
-        """Return the run of decode steps that can begin now; None if other work can run."""
+        """Return the run of decode steps that can begin now, timed by `timing`; None if another kind of step must come
+        first, or the run would have fewer than two steps."""
         rows = context = 0
         steps = 1 << 60
         for sequence in self._running.values():
@@ -68,7 +74,7 @@ class LabScheduler(Scheduler):
         return DecodeRun(now, rows, steps, first_s, timing.per_context_token_s * rows)
 
     def skip(self, run: DecodeRun, steps: int) -> None:
-        """Do `steps` of `run` (fewer than all, so that none ends)."""
+        """Do the first `steps` of `run` at once: fewer than all, so that no sequence ends."""
         if not steps:
             return
         assert 0 < steps < run.steps

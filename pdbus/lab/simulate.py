@@ -37,7 +37,8 @@ SHARE_STEP = 0.02
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """The outcome of one request. Times are in seconds of the run, NaN until they are known."""
+    """The outcome of one request. Times are in seconds of the run, NaN until they are known; ranks are -1 until then,
+    or without decode ranks. `regret_tokens`: see `pdbus.lab.metrics`; None: not measured."""
 
     request: TraceRequest
     prefill_rank: int = -1
@@ -67,7 +68,9 @@ class Outcome:
 def simulate(
     trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None] = lambda share: None
 ) -> Outcome:
-    """Replay `trace` with `method`. Raises ConfigError when a prompt exceeds the memory of a rank.
+    """Replay `trace` with `method` for prefill ranks in virtual time, stretched to `config.load`, and return the
+    outcome once all requests have ended. It computes in this thread (seconds to minutes). Raises ConfigError for an
+    unknown method, or when a request exceeds the memory of a rank.
 
     `on_share` is called regularly with the share of requests that have ended.
     """
@@ -88,7 +91,8 @@ def simulate(
 
 
 def rooms_of(trace: Trace, config: LabConfig) -> list[int]:
-    """Return the bootstrap rooms of a trace's requests, the same in virtual time and live, as methods may use them."""
+    """Return a number for each request of the trace, its bootstrap room (SGLang's name of a request, which a method may
+    use to choose). By `config.seed` alone, so virtual and live runs have the same ones."""
     rng = random.Random(f"rooms {config.seed}")
     return [rng.getrandbits(62) for _ in trace.requests]
 

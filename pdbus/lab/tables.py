@@ -1,4 +1,5 @@
-"""The lab's table and its JSON. Owns the columns and the format of figures; computes nothing."""
+"""The lab's table of methods and its JSON, for terminal and Markdown. Owns the columns and the format of figures;
+computes nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ COLUMNS = (
 
 
 def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Return the runs of each method, in their order."""
+    """Return the results grouped by method (row), in their order."""
     found: dict[str, list[Result]] = {}
     for result in results:
         found.setdefault(result.method, []).append(result)
@@ -60,12 +61,13 @@ def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def estimate_of(runs: Sequence[Result], field: str) -> Estimate:
+    """Return mean and 95 % interval of a field of `Summary` over the runs."""
     return estimate([getattr(run.summary, field) for run in runs])
 
 
 def table_of(results: Sequence[Result], title: str, width: int) -> Group:
-    """Return tables with a row for each method, in the given order and in bold for the best mean TTFT; as many tables
-    as `width` requires."""
+    """Return tables for a terminal of `width` columns, with a row for each method, in the given order and in bold for
+    the best mean TTFT; as many tables as `width` requires."""
     methods = by_method(results)
     means = {method: estimate_of(runs, "ttft_mean_s").mean for method, runs in methods.items()}
     best = min(means, key=lambda method: means[method]) if len(means) > 1 else None
@@ -85,7 +87,7 @@ def table_of(results: Sequence[Result], title: str, width: int) -> Group:
 
 
 def markdown_of(results: Sequence[Result]) -> str:
-    """Return the rows in Markdown."""
+    """Return the table in Markdown, a row for each method."""
     headings = [" ".join(column.heading).replace("- ", "").strip() for column in COLUMNS]
     lines = [f"| method | {' | '.join(headings)} |", "| --- |" + " ---: |" * len(COLUMNS)]
     for method, runs in by_method(results).items():
@@ -124,7 +126,8 @@ def json_of(
 
 
 def written(column: Column, found: Estimate) -> str:
-    """Return `found` as text, rounded to at most two leading digits of its interval."""
+    """Return mean and interval as text in the column's unit, rounded to at most two leading digits of the interval;
+    without an interval for NaN, and `–` if the mean is NaN."""
     mean, half_width = found.mean * column.scale, found.half_width * column.scale
     if math.isnan(mean):
         return "–"

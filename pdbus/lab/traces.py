@@ -1,4 +1,5 @@
-"""Request traces: reading, spreading coarse timestamps, slicing. Owns the formats; simulates nothing.
+"""Request traces (when requests came and how long they were): reading, spreading coarse timestamps, slicing. Owns the
+formats; simulates nothing.
 
 Two published formats are read:
 - Mooncake (FAST '25): JSON lines of `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one per
@@ -55,12 +56,14 @@ class Trace:
         return self.requests[-1].arrival_s - self.requests[0].arrival_s
 
     def first(self, duration_s: float) -> Trace:
-        """Return the requests of the first `duration_s` seconds. Raises ConfigError for fewer than two."""
+        """Return the trace of the requests in the first `duration_s` seconds. Raises ConfigError for fewer than two, or
+        all at one time."""
         start = self.requests[0].arrival_s
         return _checked(self.name, (r for r in self.requests if r.arrival_s - start <= duration_s), self.block_tokens)
 
     def spread(self, seed: int) -> Trace:
-        """Return the trace with coarse timestamps (several requests on each) spread evenly over their intervals."""
+        """Return the trace with coarse timestamps (several requests on each) spread at random, by `seed`, over their
+        intervals; a trace with fine timestamps is returned as it is."""
         times = sorted({request.arrival_s for request in self.requests})
         if len(times) < 2 or len(times) > len(self.requests) / 2:
             return self
@@ -70,14 +73,14 @@ class Trace:
         return Trace(self.name, tuple(sorted(moved, key=lambda r: r.arrival_s)), self.block_tokens)
 
     def scaled(self, factor: float) -> Trace:
-        """Return the requests with the time between them multiplied by `factor`, from 0 on."""
+        """Return the trace with the first arrival at 0 and the time between arrivals multiplied by `factor`."""
         start = self.requests[0].arrival_s
         moved = (replace(r, arrival_s=(r.arrival_s - start) * factor) for r in self.requests)
         return Trace(self.name, tuple(moved), self.block_tokens)
 
     def shrunk(self, times: int) -> Trace:
-        """Return the trace with prompts, outputs and blocks divided by `times`, for small engines. Shared blocks stay
-        shared."""
+        """Return the trace with prompts, outputs and blocks divided by `times` (rounded up; blocks down), for small
+        engines. Shared blocks stay shared; times stay."""
         moved = (
             replace(r, prompt_tokens=-(-r.prompt_tokens // times), output_tokens=-(-r.output_tokens // times))
             for r in self.requests

@@ -1,4 +1,5 @@
-"""Runs whole clusters as child processes: a `ClusterSpec` describes one, a `Cluster` runs it."""
+"""Runs whole clusters as child processes: a `ClusterSpec` describes one, a `Cluster` runs it, a `Supervisor` restarts
+parts that die, by a `RestartPolicy`. A part is one process: broker, controller, node or HTTP edge."""
 
 from pdbus.names import check_names
 

@@ -1,4 +1,5 @@
-"""Chooses addresses for a cluster: sockets in a private directory, or free tcp ports. Owns only this choice."""
+"""Chooses the addresses of a cluster's broker, controllers and nodes: sockets in a private directory, or free tcp
+ports. Owns only this choice."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from pdbus.launcher.spec import Addresses, ClusterSpec
 
 
 def choose(spec: ClusterSpec, directory: Path) -> Addresses:
-    """Return the addresses that `spec` fixes, and fresh ones for the rest. A tcp port may be taken before it is bound;
-    the caller then tries again. Raises ConfigError where `directory` cannot hold sockets."""
+    """Return the addresses that `spec` fixes, and fresh ones for the rest: ipc sockets in `directory`, or tcp ports
+    that are free now. Nothing is bound: a port may be taken before its part binds it; the caller then tries again.
+    Raises ConfigError where `directory` cannot hold sockets."""
     if spec.transport == "ipc":
         if why := why_no_data_dir(str(directory)):
             raise ConfigError(f"$TMPDIR, {str(directory.parent)!r}, is no place for sockets: {why}")

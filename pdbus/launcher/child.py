@@ -20,8 +20,8 @@ _KILLED_S = 30.0  # how long SIGKILL may take
 
 
 class Child:
-    """A child process. Its stdin is a pipe held open here, so it leaves when this process ends; stderr goes to a log
-    file."""
+    """One process of a cluster, started at construction (OSError if that fails). Its stdin is a pipe held open here, so
+    it leaves when this process ends; stderr goes to the log file; stdout has one READY line once it serves."""
 
     def __init__(self, spec: PartSpec, log: Path, env: dict[str, str]) -> None:
         self.spec = spec
@@ -53,17 +53,19 @@ class Child:
 
     @property
     def closed(self) -> bool:
-        """True once its output is closed, for example after a kill."""
+        """True once its pipes are closed (`close`)."""
         assert self.process.stdout is not None
         return self.process.stdout.closed
 
     @property
     def fileno(self) -> int:
+        """The descriptor of its stdout, to wait for with a selector."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
     @property
     def ready(self) -> bool:
+        """True once its READY line was read."""
         return bool(self.facts)
 
     @property
@@ -77,7 +79,8 @@ class Child:
         return (self.returncode or 0) < 0
 
     def read(self) -> bool:
-        """Read stdout without waiting, and set `facts` at the READY line. Return true if more may come."""
+        """Read stdout without waiting, and set `facts` (the KEY=VALUE words) at the READY line. Return false at the end
+        of the output, also setting `silent`; true if more may come."""
         try:
             data = os.read(self.fileno, 65536)
         except BlockingIOError:
@@ -91,7 +94,7 @@ class Child:
         return bool(data)
 
     def send(self, number: int) -> None:
-        """Send it a signal if it lives."""
+        """Send it the signal `number`; nothing if it has ended."""
         if self.returncode is None:
             self.process.send_signal(number)
 
@@ -104,8 +107,8 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Kill the process if it lives, reap it, close the pipes; idempotent. A process that survives SIGKILL is left
-        to the kernel."""
+        """Kill the process if it lives, reap it, close the pipes; a second call does nothing. It waits up to 30 s; a
+        process that survives SIGKILL longer is left to the kernel."""
         if self.returncode is None:
             self.send(signal.SIGKILL)
             self.wait(_KILLED_S)
@@ -114,19 +117,21 @@ class Child:
                 pipe.close()
 
     def failure(self) -> StartError:
-        """Return the reason for its exit in one line: its own error line if there is one."""
+        """Return (not raise) an error that says in one line why it ended: by the last `error:` line of its log,
+        otherwise by `cause`."""
         errors = [line.partition(": error: ")[2] for line in self.last_lines() if ": error: " in line]
         return StartError(f"{self.name}: {errors[-1] if errors else self.cause()}")
 
     def cause(self) -> str:
-        """Return its exit code or signal and its last log line, in one line."""
+        """Return its exit code or signal and the last line of its log, in one line."""
         code = self.returncode
         how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         lines = self.last_lines()
         return f"{how}; last words: {lines[-1].strip()[:300] if lines else 'none'}"
 
     def last_lines(self) -> list[str]:
-        """Return the last log lines of this start, without empty lines and terminal escapes."""
+        """Return the last log lines (16 KiB at most) of this start, without empty lines and terminal escapes; empty if
+        the log cannot be read."""
         try:
             logged = self.log.stat().st_size - self._log_from
         except OSError:
@@ -135,7 +140,7 @@ class Child:
         return ["".join(c if c.isprintable() else " " for c in line) for line in lines if line.strip()]
 
     def tail(self, size: int = _TAIL_BYTES) -> str:
-        """Return the end of its log; empty if it cannot be read."""
+        """Return the last `size` bytes of its log as text; empty if it cannot be read."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - size))
@@ -156,7 +161,8 @@ class Child:
             self._log_from = 0
 
     def remove_socket(self) -> None:
-        """Remove the data socket that a killed node has left; its name is never bound again."""
+        """Remove the data socket file that a killed node has left; its name is never bound again. The process must have
+        ended."""
         assert self.returncode is not None, f"{self.name} lives"
         scheme, _, path = self.facts.get("endpoint", "").partition("://")
         if scheme == "ipc" and is_socket(Path(path)):
@@ -164,10 +170,9 @@ class Child:
 
 
 def start(spec: PartSpec, logs: Path, env: dict[str, str], *, again: bool = False) -> Child:
-    """Start the part as a child with its log in the directory `logs`, which is made if it is missing. With `again`, a
-    log that cannot be written is left out, and `unlogged` has the reason. Raises StartError when the part cannot be
-    run.
-    """
+    """Start the part as a child, with its log in the directory `logs`, which is made if it is missing; return without
+    waiting for READY. `env` is added to this process's environment. Raises StartError when the part cannot be run or
+    its log cannot be written. With `again` (a restart), it then runs without a log, and `unlogged` has the reason."""
     log, unlogged = logs / f"{spec.name.replace('/', '.')}.log", ""
     try:
         try:
@@ -186,6 +191,7 @@ def start(spec: PartSpec, logs: Path, env: dict[str, str], *, again: bool = Fals
 
 
 def is_socket(path: Path) -> bool:
+    """Return whether `path` is a socket file; false if there is none."""
     try:
         return stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:

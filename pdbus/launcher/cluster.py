@@ -152,7 +152,8 @@ class Cluster:
         return Path(self.spec.log_dir) if self.spec.log_dir else self.directory
 
     def client(self, **options: Any) -> Client:
-        """Return a client of this cluster, which is closed with it at the latest; `options` are those of `Client`."""
+        """Return a client of this cluster, which is closed with it at the latest; `options` are those of `Client`. With
+        a controller for each instance, it uses those of the first prefill and decode instances."""
         options.setdefault("keys", self.spec.keys)
         if self.spec.controllers == "per_instance" and not self.spec.unified:
             options.setdefault("prefill_controller", self._at.controllers["controller-prefill-0"])
@@ -164,40 +165,45 @@ class Cluster:
         return client
 
     def status(self, controller: str = "") -> Status:
-        """Return the status of a controller, named by name or base address (default: the first)."""
+        """Return the status (ranks, loads, counts) of a controller, given by name or base address; default: the first.
+        Raises PeerLost if it does not answer."""
         address = self._at.controllers.get(controller, controller) or self.controller
         with Client(address, keys=self.spec.keys) as client:
             return client.status()
 
     def log(self, part: str) -> str:
-        """Return the end of a part's log."""
+        """Return the last 16 KiB of a part's log. Raises ConfigError for an unknown part, as all calls with a part
+        do."""
         return self._child(part).tail()
 
     # --- faults -------------------------------------------------------------------------------------------------
 
     def kill(self, part: str, number: int = signal.SIGKILL, *, wait_s: float = 10.0) -> None:
-        """Send a signal to a part (`broker`, `controller-0`, `prefill-0/1`, ...); if the signal ends it, wait for its
-        exit."""
+        """Send the signal `number` to a part (`broker`, `controller-0`, `prefill-0/1`, ...). After SIGKILL, SIGTERM or
+        SIGINT it waits for the part's exit; StartError when it takes more than `wait_s` seconds. The part is not
+        restarted."""
         child = self._child(part)
         child.send(number)
         if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) and not child.wait(wait_s):
             raise StartError(f"{part} did not leave within {wait_s:g} s of {signal.Signals(number).name}")
 
     def restart(self, part: str) -> None:
-        """Restart a part, killing it first if it lives, and wait for its READY."""
+        """Restart a part, killing it first if it lives, and wait for its READY. Raises StartError as `start` does."""
         if self._child(part).returncode is None:
             self.kill(part)
         self._wait_ready([self.begin(part)])
 
     def begin(self, part: str) -> Child:
-        """Restart a part that has ended, at the same addresses, without waiting for its READY."""
+        """Restart a part that has ended, at the same addresses, without waiting for its READY; return its new process.
+        Raises StartError if it cannot be run."""
         old = self._child(part)
         old.close()
         old.remove_socket()
         return self._spawn(old.spec, again=True)
 
     def poll(self) -> list[str]:
-        """Return the parts that have exited without being asked to; also keep logs within their limit."""
+        """Return the names of the parts that have ended, by themselves or by `kill`, and trim long logs. It does not
+        wait; call it a few times a second."""
         self._raise_if_inherited()
         self._trim_logs()
         return [name for name, child in self.children.items() if child.returncode is not None]

@@ -1,4 +1,4 @@
-"""Waits for children: until all are READY, and until all have left."""
+"""Waits for children (the processes of a cluster): until all are READY, and until all have left. Owns no process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def wait_ready(
     progress: Progress = lambda line: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait until each child is READY, calling `meanwhile` a few times a second. Raises StartError when a child exits
-    first, or when the time is up."""
+    """Wait until each child is READY, calling `meanwhile` and `progress` (with a line to show) a few times a second.
+    Raises StartError when a child exits first, or when not all are READY after `timeout_s`. It stops no child."""
     began = time.monotonic()
     until = began + timeout_s
     waiting = {child.fileno: child for child in children}
@@ -61,8 +61,9 @@ def take_down(
     *,
     hurried: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Stop `children`: send SIGTERM; after the grace, or once `hurried` is true, send it again, which means to leave at
-    once; then kill. Return true if Ctrl-C shortened a wait. Exceptions of `progress` are dropped."""
+    """Stop `children`, and return when all have ended: send SIGTERM (a node drains); after `grace_s` seconds, or once
+    `hurried` returns true, send it again, which means to leave at once; after at most 2 s more, kill. Return true if
+    Ctrl-C shortened a wait. Exceptions of `progress` are dropped."""
     hurry = min(HURRY_S, grace_s), lambda: False
     interrupted = False
     try:

@@ -1,5 +1,5 @@
-"""Decides when a part that ended is started again, and when to give up. Pure: time is an argument; `supervisor` (or
-another launcher) carries the decisions out."""
+"""Decides when a part of a cluster (broker, controller, node or edge process) that ended is started again, and when to
+give up. Pure: time is an argument in seconds; `supervisor` (or another launcher) carries the decisions out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The part will be started again in `delay_s`, for the `number`-th time within the window."""
+    """A verdict: the part will be started again after `delay_s`, for the `number`-th time within the window. `due`
+    returns its Start then."""
 
     part: str
     cause: str
@@ -53,7 +54,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The part stays away; the others go on."""
+    """A verdict: the part stays away for good; the others go on."""
 
     part: str
     cause: str
@@ -61,7 +62,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The cluster cannot go on without the part; `why` is the reason why it is not started again."""
+    """A verdict: the cluster cannot go on without the part, and must be stopped; `why` is the reason why it is not
+    started again."""
 
     part: str
     cause: str
@@ -70,7 +72,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start the part now, then call `ready` or `exited`."""
+    """An action: start the part now, then call `ready` when it is READY, or `exited`."""
 
     part: str
     cause: str
@@ -78,7 +80,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """The part has not become READY in time: kill it, then call `exited`."""
+    """An action: the part has not become READY in time; kill it, then call `exited`."""
 
     part: str
     cause: str
@@ -89,6 +91,8 @@ Due: TypeAlias = Start | Overdue
 
 
 class PartState(Enum):
+    """The state of a part; `_NEXT` has the allowed transitions."""
+
     SERVING = "serving"
     WAITING = "waiting"  # for its restart
     STARTING = "starting"
@@ -122,7 +126,8 @@ class _Part:
 
 
 class Restarts:
-    """The restarts of one cluster's parts, from the time when all of them serve."""
+    """The restarts of one cluster's parts, from the time when all of them serve. Call `exited` when a part ends,
+    `ready` when a restarted one serves, and `due` after each `wait_s`."""
 
     def __init__(self, duties: Mapping[str, str], policy: RestartPolicy, now: float) -> None:
         """`duties` gives the duty of each part by name: `broker`, `controller`, `edge`, or a node's role."""
@@ -133,8 +138,8 @@ class Restarts:
         return self._parts[part].state
 
     def exited(self, part: str, code: int | None, cause: str, now: float) -> Verdict:
-        """Decide about a part that has ended with `code` (negative: by a signal; None: it could not be started) and
-        with `cause` in words."""
+        """Note that a part has ended with `code` (negative: by a signal; None: it could not be started) and with
+        `cause` in words; return what follows: Again, Left or GiveUp. Exit codes of FINAL are never restarted."""
         it = self._parts[part]
         it.cause = cause
         if code in FINAL:
@@ -176,7 +181,8 @@ class Restarts:
         self._parts[part].move(PartState.SERVING, now)
 
     def due(self, now: float) -> list[Due]:
-        """Return what to do now. An overdue part is returned each time, until `exited` is called for it."""
+        """Return the actions for now: Start for waiting parts whose delay is over, Overdue for starts that take too
+        long. An Overdue is returned each time, until `exited` is called for it."""
         todo: list[Due] = []
         for it in self._parts.values():
             if it.state not in (PartState.WAITING, PartState.STARTING) or it.due > now:
@@ -190,6 +196,6 @@ class Restarts:
         return todo
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until something is due (infinite: only the end of a part changes that)."""
+        """Return the seconds until `due` has something (infinite: only the end of a part changes that)."""
         dues = [it.due for it in self._parts.values() if it.state in (PartState.WAITING, PartState.STARTING)]
         return max(0.0, min(dues, default=float("inf")) - now)

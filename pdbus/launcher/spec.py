@@ -14,7 +14,7 @@ Kind = Literal["broker", "controller", "node", "edge"]
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """One child process: `python -m module args`."""
+    """One process of a cluster: `python -m module args`."""
 
     name: str
     kind: Kind
@@ -31,7 +31,8 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of a cluster's parts: base addresses, and where nodes bind their data sockets."""
+    """The addresses of a cluster's parts: base addresses of the broker and the controllers, and the directory or host
+    where nodes bind their data sockets."""
 
     bus: str
     controllers: dict[str, str]  # controller name -> base address
@@ -40,7 +41,8 @@ class Addresses:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The description of a cluster. Raises ConfigError for invalid values."""
+    """The description of a cluster. An instance is a group of ranks that serve one copy of the model each;
+    `prefill-0/1` is rank 1 of the first prefill instance. Raises ConfigError for invalid values."""
 
     prefill: int = 0  # ranks of each prefill instance (0: none)
     decode: int = 0  # ranks of each decode instance
@@ -104,7 +106,8 @@ class ClusterSpec:
             raise ConfigError(f"--metrics-port {self.metrics_port}: a port lies between 1 and 65535 (0: none)")
 
     def instances(self) -> dict[str, tuple[Role, int]]:
-        """Return the role and size of each instance."""
+        """Return the role and the number of ranks of each instance by name (`prefill-0`); roles without ranks have
+        none."""
         sizes: tuple[tuple[Role, int, int], ...] = (
             ("prefill", self.prefill, self.prefill_instances),
             ("decode", self.decode, self.decode_instances),
@@ -119,11 +122,13 @@ class ClusterSpec:
         return tuple(f"controller-{instance}" for instance in self.instances())
 
     def methods(self) -> dict[Role, str]:
-        """Return the method of each role, as it was named."""
+        """Return the balancing method of each role, as given (`auto` too)."""
         return {"prefill": self.prefill_method, "decode": self.decode_method, "unified": self.unified_method}
 
     def parts(self, at: Addresses) -> list[PartSpec]:
-        """Return all child processes in the order of their start: broker, controllers, nodes, edge."""
+        """Return all child processes in the order of their start: broker, controllers (both unless `embedded`), nodes,
+        edge. Starts nothing. Raises ConfigError if `gpus` does not name one entry for each node process, or metrics
+        ports would go beyond 65535."""
         if not isinstance(at, Addresses):
             raise TypeError(f"Addresses expected, not {type(at).__name__}")
         common = ("--watch-parent", "--log-level", self.log_level, *(("--keys", self.keys) if self.keys else ()))

@@ -18,21 +18,22 @@ LAST_LINES = 10
 
 
 class Started(Protocol):
-    """The parts to keep running: a `Cluster`, or the parts of one machine."""
+    """The parts to keep running: a `Cluster`, or the parts of one machine. `children` are their processes by name."""
 
     @property
     def children(self) -> dict[str, Child]: ...
 
     def poll(self) -> list[str]:
-        """Return the parts that have exited without being asked to."""
+        """Return the names of the parts that have ended, without waiting."""
 
     def begin(self, part: str) -> Child:
-        """Restart a part that has ended, without waiting for its READY."""
+        """Restart a part that has ended, without waiting for its READY. Raises StartError if it cannot be run."""
 
 
 class Supervisor:
-    """Starts a part again, at the same addresses, when it ends without being asked to: `Supervisor(cluster, policy,
-    notify).run()`. `notify` gets a line for each event."""
+    """Restarts the parts of a cluster that end without being asked to, at the same addresses: `Supervisor(cluster,
+    policy, notify).run()`. All parts must serve when it is made. `notify` gets a line for each event. For one
+    thread."""
 
     def __init__(self, cluster: Started, policy: RestartPolicy, notify: Callable[[str], None]) -> None:
         self._cluster = cluster
@@ -42,12 +43,14 @@ class Supervisor:
         self._core = Restarts(duties, policy, time.monotonic())
 
     def run(self) -> NoReturn:
-        """Keep the parts running. Raises StartError when it gives up; Ctrl-C ends it too."""
+        """Keep the parts running; it never returns. Raises StartError when it gives up a part that the cluster needs;
+        Ctrl-C ends it too. Other parts go on running then."""
         while True:
             self.turn()
 
     def turn(self, timeout_s: float = POLL_S) -> None:
-        """Wait for an event of a part, for `timeout_s` at most, and handle it."""
+        """Handle what happened to the parts (ends, READY lines, due restarts), waiting up to `timeout_s` for it. Raises
+        StartError as `run` does."""
         self._listen(min(timeout_s, self._core.wait_s(time.monotonic())))
         running = (PartState.SERVING, PartState.STARTING)
         for name in self._cluster.poll():

@@ -1,4 +1,5 @@
-"""The calls to Ray: joining its cluster, an actor for each part, and the actor's share of a bundle."""
+"""The calls to Ray: joining its cluster, an actor for each part (a process of ours: broker, controller, node or edge),
+and the actor's share of a bundle (Ray's word for resources that are reserved together)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ CONNECT_S = 5.0
 
 
 class Actor(Host):
-    """A `Host` that asks Ray for its address."""
+    """A `Host` as a Ray actor: it runs one part on the machine where Ray starts it, and asks Ray for that machine's
+    address and whether this is a second start."""
 
     def __init__(self, task: Task) -> None:
         again = ray.get_runtime_context().was_current_actor_reconstructed
@@ -26,7 +28,7 @@ class Actor(Host):
 
 @dataclass
 class Remote:
-    """A part on some machine of the Ray cluster, with its events so far."""
+    """The caller's record of a part's actor: where the part runs, by the events read so far."""
 
     spec: PartSpec
     actor: Any
@@ -40,7 +42,8 @@ class Remote:
 
 
 def connect(address: str) -> None:
-    """Join the Ray cluster at `address`. Raises ConfigError when there is none."""
+    """Join the Ray cluster at `address` (`auto`: `RAY_ADDRESS`, or one on this machine). It blocks. Raises ConfigError
+    when there is none."""
     target = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
     host, _, port = target.rpartition(":")
     try:
@@ -53,7 +56,8 @@ def connect(address: str) -> None:
 
 
 def options(bundle: dict[str, float]) -> dict[str, Any]:
-    """Return actor options that use the whole bundle."""
+    """Return the options for an actor that uses the whole bundle (amounts by Ray's resource name, as CPU, GPU,
+    memory)."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {option: bundle[name] for name, option in named.items() if name in bundle}
     return {"num_cpus": 0, **options, "resources": {k: v for k, v in bundle.items() if k not in named}}

@@ -36,8 +36,9 @@ ORDER = ("edge", "node", "controller", "broker")  # the order of leaving
 
 
 class RayCluster:
-    """A `Cluster` and its `Supervisor` in one: `start`, `run`, `stop`. `notify` gets a line for each event, `progress`
-    one a few times a second, which names what is waited for."""
+    """A `Cluster` and its `Supervisor` in one, after `actors.connect`: `start`, `run`, `stop`, all from one thread.
+    `notify` gets a line for each event, `progress` one a few times a second, which names what is waited for. Raises
+    ConfigError if an address of `spec` is on no Ray node."""
 
     def __init__(
         self,
@@ -69,26 +70,31 @@ class RayCluster:
 
     @property
     def bus(self) -> str:
+        """The broker's base address."""
         return self._at.bus
 
     @property
     def controller(self) -> str:
+        """The controller's base address."""
         return self._at.controllers["controller-0"]
 
     @property
     def controllers(self) -> dict[str, str]:
+        """The base address by controller name; there is one."""
         return self._at.controllers
 
     @property
     def log_dir(self) -> Path:
-        """The directory of a part's log on its machine: the spec's `log_dir`, or a private one."""
+        """The directory of each part's log, on the part's own machine: the spec's `log_dir`, or a private one (as a
+        pattern)."""
         return Path(self.spec.log_dir or f"{tempfile.gettempdir()}/pd*")
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all parts, nodes last, and wait until they are READY. After a failure, `stop` stops the started
-        parts."""
+        """Start all parts, nodes last, and wait until they are READY. Raises StartError when a part ends, or when Ray
+        lacks the resources or the time is up; KeyboardInterrupt after `interrupt`. The started parts go on running:
+        call `stop`."""
         if self.spec.keys:
             ensure_keys(
                 Path(self.spec.keys),
@@ -111,13 +117,15 @@ class RayCluster:
         self._until_ready()
 
     def run(self) -> NoReturn:
-        """Keep the parts running. Raises StartError when it gives up; Ctrl-C ends it too."""
+        """Keep the parts running; it never returns. Raises StartError when it gives up, KeyboardInterrupt after
+        `interrupt`; both leave the parts running."""
         while True:
             self._turn()
 
     def stop(self) -> None:
-        """Stop all parts, nodes before controllers before the broker; idempotent. Ctrl-C shortens the wait for draining
-        nodes, and is raised afterwards."""
+        """Stop all parts, the edge first, then nodes (they drain), controller and broker, and leave the Ray cluster; a
+        second call does nothing. It waits for each kind up to the spec's `stop_grace_s` and a few seconds; `interrupt`
+        shortens the wait, and KeyboardInterrupt is raised at the end."""
         for kind in ORDER:
             leaving = [child for child in self.children.values() if child.spec.kind == kind]
             self._leave(leaving)
@@ -131,8 +139,8 @@ class RayCluster:
         self._check()
 
     def interrupt(self, *_: object) -> None:
-        """Count a signal to leave; the second one means at once. It raises nothing, because an exception within Ray's
-        own code may be lost there."""
+        """Note a signal to leave, for signal handlers: `start` and `run` then raise KeyboardInterrupt; during `stop`,
+        nodes leave at once. It raises nothing itself, because an exception within Ray's own code may be lost there."""
         self._interrupts += 1
 
     def _check(self) -> None:

@@ -1,5 +1,5 @@
-"""One part on one machine: its files, its process, its restarts there. Owns these and a list of events, which the
-owner of the placement reads; does not know Ray.
+"""Runs one part (a process of a cluster: broker, controller, node or edge) on one machine: its files, its process, its
+restarts there. Owns these and a list of events, which the owner of the placement (`cluster`) reads; does not know Ray.
 
 A part that dies is restarted here, by the policy of all launchers. When this process dies, the part dies with it
 (`parent_death`), and the owner of the placement starts both again, here or elsewhere.
@@ -30,7 +30,8 @@ LIST = "keys/allow/"
 
 @dataclass(frozen=True)
 class Task:
-    """A part of a cluster to run, with the content of the files that it needs, by path (`keys/...`, `config.toml`)."""
+    """A part of a cluster to run, by name, with the content of the files that it needs on its machine, by path
+    (`keys/...`, `config.toml`)."""
 
     spec: ClusterSpec
     at: Addresses
@@ -48,7 +49,8 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An event: the part serves."""
+    """An event: the part serves, as process `pid` on the machine `ip`; `facts` are the words of its READY line. Each
+    restart gives another one."""
 
     ip: str
     pid: int
@@ -72,8 +74,9 @@ class _Leave(Exception):
 
 
 class Host:
-    """Runs one part. `ip` is this machine's address, where a node binds. `again` says that there was a host before: the
-    part is known to be able to start, so a failure at the start is treated as any other."""
+    """Runs one part, in a thread started at construction. `ip` is this machine's address, where a node binds. `again`
+    says that an earlier host ran the part: it is known to be able to start, so a failure at its first start leads to
+    restarts by the policy, as any later failure does. Failures become events; no call raises them."""
 
     def __init__(self, task: Task, ip: str, *, again: bool = False) -> None:
         self.children: dict[str, Child] = {}
@@ -95,25 +98,27 @@ class Host:
     # --- for the owner of the placement, from any thread -------------------------------------------------------------
 
     def events(self, host: str, seen: int) -> tuple[str, list[Event]]:
-        """Return this host's id and its events after the first `seen` ones (all, if `host` is another host's id). Waits
-        for events, for `ASK_S` at most."""
+        """Return this host's id and its events after the first `seen` ones; all, if `host` is not this host's id (it is
+        another start). Waits up to ASK_S for one; the list may be empty."""
         with self._changed:
             first = seen if host == self._id else 0
             self._changed.wait_for(lambda: len(self._events) > first, ASK_S)
             return self._id, self._events[first:]
 
     def stop(self) -> None:
-        """Ask the part to leave (a node drains), and wait until it has left and its files are removed."""
+        """Ask the part to leave (a node drains), and wait until it has left and its files are removed. Takes the spec's
+        `stop_grace_s` and some seconds at most."""
         self._stopping.set()
         self._thread.join()
 
     def hurry(self) -> None:
-        """Have the part, which was asked to leave, leave at once."""
+        """Send the part, which is leaving, one more SIGTERM: it then leaves at once. Does not wait."""
         for child in list(self.children.values()):
             child.send(signal.SIGTERM)
 
     def renew(self, files: dict[str, bytes]) -> None:
-        """Replace the list of allowed keys on disk by the one in `files`."""
+        """Replace the list of allowed keys on disk by the one in `files` (by path, as in Task); the part reads it again
+        by itself. Later starts of the part get all of `files`."""
         with self._files_lock:
             self._files = files
             if self._directory.exists():
@@ -125,10 +130,13 @@ class Host:
     # --- for the supervisor ---------------------------------------------------------------------------------------
 
     def poll(self) -> list[str]:
+        """Return the names of the parts that have ended; called by the supervisor in this host's thread."""
         self._trim_logs()
         return [name for name, child in self.children.items() if child.returncode is not None]
 
     def begin(self, part: str) -> Child:
+        """Write the part's files and start it, without waiting for its READY; called by the supervisor in this host's
+        thread. Raises StartError."""
         old = self.children.get(part)
         if old is not None:
             old.close()

@@ -15,6 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Have the kernel kill this process when its parent dies (Linux), then replace it by `python -P -m MODULE ARGS`,
+    from argv. It does not return."""
     module, *args = sys.argv[1:]
     if sys.platform == "linux":  # elsewhere the closed stdin must be enough
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,5 +1,5 @@
-"""The placement of parts in a Ray cluster. Pure: knows Ray's names of resources and strategies, but does not call
-Ray."""
+"""The placement of a cluster's parts (its processes) in a Ray cluster. A Ray node is a machine; a node of ours is a
+process with ranks. Pure: knows Ray's names of resources and strategies, but does not call Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True)
 class Layout:
-    """The strategy and resources for placing ranks in a Ray cluster."""
+    """The placement of ranks in a Ray cluster: Ray's strategy, and the resources of each rank by its role."""
 
     strategy: str  # for an instance's ranks over the Ray nodes
     resources: Mapping[Role, Resources]  # of each rank
@@ -41,12 +41,14 @@ class Machine:
 
     @property
     def label(self) -> str:
+        """The machine in messages."""
         return f"{self.ip} (head)" if self.is_head else self.ip
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The node processes of an instance, in one placement group: a bundle of resources for each."""
+    """The node processes of one instance, for one placement group of Ray, which reserves a bundle of resources for each
+    process."""
 
     instance: str
     parts: tuple[str, ...]
@@ -54,12 +56,14 @@ class Group:
 
     @property
     def label(self) -> str:
+        """The group in messages: its instance, number of bundles and their resources."""
         each = ", ".join(sorted({",".join(f"{k}={v:g}" for k, v in bundle.items()) for bundle in self.bundles}))
         return f"{self.instance} ({len(self.bundles)} x {each})"
 
 
 def parse_resources(option: str, text: str) -> Resources:
-    """Return resources from text such as `CPU=4,GPU=1`. Raises ConfigError for anything else."""
+    """Return resources from text such as `CPU=4,GPU=1`. Raises ConfigError for anything else; `option` is named in its
+    message."""
     found: Resources = {}
     for word in text.split(","):
         name, _, amount = word.strip().partition("=")
@@ -83,7 +87,8 @@ def machines(ray_nodes: Iterable[Mapping[str, Any]]) -> list[Machine]:
 
 
 def at(base: str, known: Sequence[Machine]) -> Machine:
-    """Return the machine where `base` is bound; without a base, the head."""
+    """Return the machine whose ip or hostname is in the address `base`; for an empty `base`, the head. `known` is the
+    list of `machines`. Raises ConfigError when there is none."""
     if not base:
         return known[0]
     host = urlsplit(base).hostname or ""
@@ -95,15 +100,16 @@ def at(base: str, known: Sequence[Machine]) -> Machine:
 
 
 def addresses(spec: ClusterSpec, known: Sequence[Machine]) -> Addresses:
-    """Return the addresses of broker and controller: those of `spec`, or ports on the head. Nodes bind on their own
-    machines."""
+    """Return the addresses of broker and controller: those of `spec`, or fixed ports (5550, 5560) on the head. `data`
+    is empty, because each node binds on its own machine."""
     head = known[0].ip
     bus, controller = spec.bus or f"tcp://{head}:{BUS_PORT}", spec.controller or f"tcp://{head}:{CONTROLLER_PORT}"
     return Addresses(bus, {"controller-0": controller}, data="")
 
 
 def groups(spec: ClusterSpec, parts: Sequence[PartSpec], resources: Mapping[Role, Resources]) -> list[Group]:
-    """Return a placement group for each instance; a process with several ranks needs the resources of all of them."""
+    """Return a group for each instance, with the node processes among `parts`; `resources` are those of one rank, so a
+    process with several ranks gets as many times that."""
     found = []
     for instance, (role, _) in spec.instances().items():
         names = [part.name for part in parts if part.kind == "node" and part.name.startswith(f"{instance}/")]
@@ -117,7 +123,8 @@ def groups(spec: ClusterSpec, parts: Sequence[PartSpec], resources: Mapping[Role
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings in this process's environment that the parts get."""
+    """Return the PDBUS_ settings in these environment variables that the parts get: all but directories and files of
+    this machine and settings of `pdbus up` itself."""
     return {
         name: value
         for name, value in variables.items()

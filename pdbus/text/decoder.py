@@ -11,16 +11,17 @@ BEFORE = 8  # the last tokens of the prompt that a decoder gets, as in vLLM
 
 
 class Decoder(Protocol):
-    """Decodes the tokens of one answer."""
+    """Decodes the tokens of one answer as they come."""
 
-    def push(self, ids: Sequence[int]) -> str: ...
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next tokens and return the text that is complete now; it may be empty."""
 
     def finish(self) -> str:
-        """Return the text that was held back, at the end of the tokens; U+FFFD for a cut character."""
+        """Return the text that was held back, after the last token; U+FFFD for a character that is not complete."""
 
 
 class BytesDecoder:
-    """Decodes tokens that each stand for some bytes."""
+    """A `Decoder` for tokens that each stand for some bytes; `bytes_of` gives those of a token."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -34,8 +35,9 @@ class BytesDecoder:
 
 
 class FolderDecoder:
-    """Decodes with a `tokenizers.Tokenizer`. The last tokens of the `prompt` precede the answer, because some
-    tokenizers drop the space before the first token of a text."""
+    """A `Decoder` by a `tokenizers.Tokenizer`. It also reads the last tokens of the `prompt`, without returning their
+    text, because some tokenizers drop the space before the first token of a text. Special tokens give no text unless
+    `skip_special_tokens` is false."""
 
     def __init__(self, tokenizer: Any, prompt: Iterable[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer

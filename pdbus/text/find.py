@@ -17,8 +17,8 @@ Places: TypeAlias = Mapping[str, Place]  # by model; the empty name is for all o
 
 
 def places_of(given: Iterable[str]) -> dict[str, Place]:
-    """Return the places that `--tokenizer` gives: DIR or MODEL=DIR, where DIR may be the word `bytes`. Raises
-    ConfigError for a folder without tokenizer.json."""
+    """Return the places that `--tokenizer` gives, by model: each of `given` is DIR or MODEL=DIR, where DIR may be the
+    word `bytes`; the name of DIR alone is empty. Raises ConfigError for a folder without tokenizer.json."""
     places: dict[str, Place] = {}
     for each in given:
         model, _, place = each.rpartition("=")
@@ -29,7 +29,8 @@ def places_of(given: Iterable[str]) -> dict[str, Place]:
 
 
 def folder_of(model: str) -> Path | None:
-    """Return the folder of `model`: the path that it is, or its folder in the hub's cache; None: there is none."""
+    """Return the folder with the tokenizer of `model`: `model` itself if it is such a path, or its folder in the
+    Hugging Face cache of this machine. None: there is none; nothing is downloaded."""
     if _has_tokenizer(Path(model)):
         return Path(model)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and find_spec("huggingface_hub"):

@@ -1,4 +1,5 @@
-"""The text of a model by its files, in the layout of Hugging Face. Needs the package `tokenizers`.
+"""The text of a model by its files, in the layout of Hugging Face: token ids of texts and chats, and texts of ids.
+Needs the package `tokenizers`.
 
 The words of a user in a chat are never read as special tokens, whatever the template does with them, so a message
 cannot close its own turn. A text by itself (`encode`) is read as engines read it, with its special tokens.
@@ -35,8 +36,10 @@ LONG = 4096  # characters; longer texts are encoded with the interpreter lock re
 
 
 class FolderText:
-    """A `ModelText` from the files in `folder`: `tokenizer.json` and, if they exist, `tokenizer_config.json`,
-    `generation_config.json`, `config.json` and `chat_template.jinja`. Raises ConfigError for invalid files."""
+    """A `ModelText` (`pdbus.text.models`) from the files in `folder`: `tokenizer.json` and, if they exist,
+    `tokenizer_config.json`, `generation_config.json`, `config.json` and `chat_template.jinja`. Files are read at
+    construction. `max_new_tokens` 0: by `generation_config.json`. Raises ConfigError for invalid files or if a package
+    is missing."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int = 0) -> None:
         with needed_by("text for a model with a vocabulary of its own"):
@@ -64,11 +67,16 @@ class FolderText:
         self._template = ChatTemplate(source, names) if source else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`, in which special tokens are read as such. `add_special_tokens`: also those that the
+        tokenizer puts around a text."""
         return _ids(self._whole, text, add_special_tokens)
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, answer: bool = True, add_special_tokens: bool = False
     ) -> list[int]:
+        """Return the ids of a conversation by the model's template; each message has `role` and `content`. With
+        `answer`, they end where the assistant's answer begins. `add_special_tokens`: also those that the tokenizer puts
+        around a text. Raises ConfigError without a template, or if it refuses the messages."""
         if self._template is None:
             raise ConfigError(
                 "the model has no chat template: send a text as it is (/v1/completions, `chat=False`, `--raw`)"
@@ -86,17 +94,21 @@ class FolderText:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids, by default without special tokens."""
         decoder = self.decoder(skip_special_tokens=skip_special_tokens)
         return decoder.push(list(ids)) + decoder.finish()
 
     def decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Decoder:
+        """Return a decoder for the answer to `prompt`, whose tokens come a few at a time."""
         return FolderDecoder(self._whole, prompt, skip_special_tokens=skip_special_tokens)
 
     def token(self, id: int) -> str:
+        """Return the text of one token by itself, also a special one; part of a character is U+FFFD."""
         text: str = self._whole.decode([id], skip_special_tokens=False)
         return text
 
     def token_bytes(self, id: int) -> bytes:
+        """Return the UTF-8 bytes of one token, which may be a part of a character; empty for an unknown id."""
         piece = self._added.get(id)
         if piece is not None:
             return piece.encode()

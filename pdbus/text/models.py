@@ -1,4 +1,5 @@
-"""The text of any model: by the files of its own tokenizer, or byte by byte."""
+"""The text of any model (token ids of texts and chats, and texts of ids): by the files of its own tokenizer, or byte by
+byte. `text_for` chooses."""
 
 from __future__ import annotations
 
@@ -29,19 +30,21 @@ class ModelText(Protocol):
     longest_token: int  # in characters: a lower bound for a text's tokens; 0: unknown
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`, with special tokens in it read as such, and with those that the model adds around
-        it."""
+        """Return the ids of `text`, in which special tokens are read as such. `add_special_tokens`: also those that the
+        model puts around a text."""
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, answer: bool = True, add_special_tokens: bool = False
     ) -> list[int]:
         """Return the ids of a conversation; each message has `role` and `content`. With `answer`, they end where the
-        assistant's answer begins. Raises ConfigError when the template is missing, has an error, or refuses."""
+        assistant's answer begins. `add_special_tokens`: also those that the model puts around a text; templates
+        normally have them. Raises ConfigError when the template is missing, has an error, or refuses the messages."""
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids, by default without special tokens."""
 
     def decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Decoder:
-        """Return a decoder for the answer to `prompt` as it comes."""
+        """Return a decoder for the answer to `prompt`, whose tokens come a few at a time."""
 
     def token(self, id: int) -> str:
         """Return the text of one token by itself, also a special one; bytes of a part of a character are U+FFFD."""
@@ -51,7 +54,8 @@ class ModelText(Protocol):
 
 
 class BytesText:
-    """A `ModelText` in which byte b is id 3 + b, and a conversation is its lines."""
+    """A `ModelText` in which byte b is id 3 + b, and a conversation is the contents of its messages, a line each. Ids 0
+    to 2 give no text."""
 
     eos_ids: tuple[int, ...] = (BYTE_EOS,)
     max_new_tokens = OWN_NEW_TOKENS
@@ -84,7 +88,8 @@ class BytesText:
 
 
 def text_for(model: str, places: Places | None = None, progress: Progress = no_progress) -> ModelText:
-    """Return the text of `model`, by the place that `places` gives for it or by its own files. May take seconds. Raises
+    """Return the text of `model`, by the place that `places` gives for it or by its own files on this machine. It may
+    take seconds, most for our own `smollm2`, whose files are converted at the first call (`progress` shows it). Raises
     ConfigError when there are no files, when a package is missing, or when files are invalid."""
     place = (places or {}).get(model) or (places or {}).get("")
     if place == BYTES or (place is None and model in BYTE_MODELS):

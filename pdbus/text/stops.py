@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Searches a stream of text for stop strings. `push` returns text that belongs to none; `found` is the one that
-    ended the text.
+    """Searches a stream of text for stop strings. `push` returns the text that may be shown; `found` is the stop string
+    that ended the text, None before. `include`: show the stop string too.
 
-    Text that may begin a stop string is held back: at most the length of the longest one, minus one.
+    Text that may begin a stop string is held back: at most the length of the longest one, minus one. An empty list
+    finds nothing; an empty string in it is an AssertionError.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -21,7 +22,8 @@ class StopFinder:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Take `text` and return the text that may be shown now; nothing after a stop string."""
+        """Take the next text and return what may be shown now: maybe less than `text`, maybe also what was held back
+        before. Nothing follows a stop string."""
         if not self._stops or not text:
             return text
         if self.found is not None:
@@ -41,14 +43,15 @@ class StopFinder:
         return text[: len(text) - keep]
 
     def push_early(self, text: str) -> str:
-        """Take text in which no stop string may end, and return the text that may be shown now."""
+        """Take the next text, in which no stop string may end (the request's minimum of tokens is not reached), and
+        return what may be shown now. A stop string may begin in it. Call it before the first `push` only."""
         text = self._held + text
         keep = max((self._begun(text, stop) for stop in self._stops), default=0)
         self._held, self._early = text[len(text) - keep :], keep
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """Return the text that was held back, at the end."""
+        """Return the text that was held back, when no more text comes; empty after a stop string."""
         held, self._held = self._held, ""
         return held
 

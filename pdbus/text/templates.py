@@ -31,7 +31,8 @@ class ChatTemplate:
             self._error = f"the model's chat template is invalid: {error}"
 
     def fill(self, messages: Sequence[Mapping[str, str]], *, answer: bool) -> str:
-        """Return the text of a conversation; with `answer`, it ends where the assistant's answer begins."""
+        """Return the text of a conversation; each message has `role` and `content`. With `answer`, it ends where the
+        assistant's answer begins. Raises ConfigError for an invalid template, or one that refuses the messages."""
         if self._template is None:
             raise ConfigError(self._error)
         from jinja2 import TemplateError

@@ -1,4 +1,5 @@
-"""The figures of a cluster over the last seconds: rates, quantiles and news, computed from successive statuses. Pure.
+"""The figures of a cluster over the last seconds, for `pdbus top`: rates, quantiles and news, computed from successive
+statuses. A status is a controller's answer with its ranks, their loads and counters that only grow. Pure.
 
 Asks no part itself: `History.add` takes each answer and its time.
 """
@@ -25,7 +26,8 @@ REFUSED_BY_BROKER = ("rejected_", "peers_refused", "members_", "topic_mismatches
 
 
 def trouble_of(status: Status) -> list[str]:
-    """Return what is wrong, one line each: ranks that should serve and do not, and roles without a ready rank.
+    """Return what is wrong with the cluster, one line each: ranks that should serve and do not, and roles without a
+    ready rank; empty if all is well.
 
     A rank that was drained or has left should not serve, and a starting rank is no trouble while another one serves its
     role. A role is missing as long as its controller expects it, even if no rank of it is known any more.
@@ -49,8 +51,8 @@ def trouble_of(status: Status) -> list[str]:
 
 
 def slo_of(status: Status) -> dict[str, int]:
-    """Return how many requests kept their SLO of the first token, missed it, or were exempt; empty if the controller
-    does not order by SLO."""
+    """Return how many requests kept their SLO (limit) of the time to the first token, missed it, or were exempt, in
+    total; empty if the controller does not order by SLO."""
     names = ("kept", "missed", "exempt")
     return {name: status.counts.get(f"ttft_slo_{name}", 0) for name in names} if "ttft_slo" in status.counts else {}
 
@@ -67,23 +69,27 @@ class Sample:
 
     @cached_property
     def by_key(self) -> dict[MemberKey, RankStatus]:
+        """The ranks by instance and number."""
         return {(rank.instance, rank.dp_rank): rank for rank in self.status.ranks}
 
     @cached_property
     def failed(self) -> dict[str, int]:
-        """Failed requests by code."""
+        """The total of failed requests by code; codes without failures are left out."""
         return _named(self.status.counts, FAILED)
 
     @cached_property
     def refused(self) -> dict[str, int]:
-        """Counts of what controller and broker refused, by reason: messages, hellos, keys, rooms, failed picks."""
+        """Totals of what controller and broker refused, by reason: messages, hellos, keys, rooms, failed picks. Counts
+        of the broker begin with `broker `; they are missing where it did not answer."""
         broker = _named(self.broker.counts, REFUSED_BY_BROKER) if self.broker is not None else {}
         return _named(self.status.counts, REFUSED) | {f"broker {name}": count for name, count in broker.items()}
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """The figures of one rank, now and over the window. None: not known."""
+    """The figures of one rank, now and over the window; rates are per second. None: not known. `ttft` and `tpot` are
+    the counts of a latency histogram (`bus.histogram`) in the window: time to first token (for a prefill rank, its part
+    of it) and time per further token."""
 
     rank: RankStatus
     requests_s: float | None = None  # requests ended a second
@@ -97,19 +103,20 @@ class RankFigures:
 
     @property
     def slots(self) -> float | None:
-        """The rank's requests as a share of its run slots; more than 1 where some wait."""
+        """The estimate of the rank's requests as a share of its run slots; more than 1 where some wait. None: not
+        known."""
         load = self.rank.load
         return self.rank.estimate_requests / load.max_running if load is not None and load.max_running else None
 
     @property
     def kv(self) -> float | None:
-        """The share of its KV memory in use."""
+        """The share of its KV memory in use. None: not known."""
         load = self.rank.load
         return load.kv_tokens / load.kv_capacity if load is not None and load.kv_capacity else None
 
     @property
     def hits(self) -> float | None:
-        """The share of its prompt tokens that its prefix cache had."""
+        """The share of its prompt tokens that its prefix cache had, in the window. None: not known, or no prompt."""
         return None if self.cached_s is None or not self.prompt_s else self.cached_s / self.prompt_s
 
     @property
@@ -122,7 +129,8 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of the whole cluster at the time of `sample`, over the `window_s` before it."""
+    """The figures of the whole cluster at the time of `sample`, over the `window_s` before it. Rates (`_s`) are per
+    second; `done_s` counts requests, and is None with one sample."""
 
     sample: Sample
     window_s: float
@@ -133,36 +141,42 @@ class Figures:
 
     @property
     def ttft(self) -> tuple[int, ...]:
-        """The latency counts from the arrival of a submit to its first token."""
+        """The histogram counts of the time from the arrival of a submit to its first token, over all ranks but
+        prefill."""
         return _sum(each.ttft for each in self.ranks if each.rank.role != "prefill")
 
     @property
     def tpot(self) -> tuple[int, ...]:
+        """The histogram counts of the time per output token after the first, over all ranks."""
         return _sum(each.tpot for each in self.ranks)
 
     @property
     def prompt_s(self) -> float:
+        """The prompt tokens begun a second; ranks that do not report count 0."""
         return sum(each.prompt_s or 0.0 for each in self.ranks)
 
     @property
     def cached_s(self) -> float:
+        """The prompt tokens a second that were found in prefix caches."""
         return sum(each.cached_s or 0.0 for each in self.ranks)
 
     @property
     def hits(self) -> float | None:
-        """The share of prompt tokens that prefix caches had, over ranks that report it."""
+        """The share of prompt tokens that prefix caches had, over ranks that report it. None: no such prompt in the
+        window."""
         known = [each for each in self.ranks if each.cached_s is not None]
         prompt_s = sum(each.prompt_s or 0.0 for each in known)
         return sum(each.cached_s or 0.0 for each in known) / prompt_s if prompt_s else None
 
     @property
     def output_s(self) -> float:
+        """The output tokens a second."""
         return sum(each.output_s or 0.0 for each in self.ranks)
 
 
 @dataclass(frozen=True)
 class News:
-    """A change between two samples."""
+    """A change between two samples, as a line; `wall` is its time in seconds since 1970, `bad` marks trouble."""
 
     wall: float
     text: str
@@ -170,13 +184,15 @@ class News:
 
 
 class History:
-    """The samples of the last `WINDOW_S` seconds, and the news between them, the latest last."""
+    """The samples of the last `WINDOW_S` seconds, and in `news` the changes between them, the latest last."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
         self.news: deque[News] = deque(maxlen=NEWS_KEPT)
 
     def add(self, sample: Sample) -> None:
+        """Add a sample, which must be newer than the last, and the news since the last; drop samples older than the
+        window. After a restart of the controller the window begins again."""
         last = self._samples[-1] if self._samples else None
         if last is not None:
             self.news.extend(_news(last, sample))
@@ -187,7 +203,8 @@ class History:
             self._samples.popleft()
 
     def figures(self) -> Figures | None:
-        """Return the figures; None before the first sample."""
+        """Return the figures over the window up to the last sample; None before the first sample. With one sample,
+        rates are None."""
         if not self._samples:
             return None
         first, last = self._samples[0], self._samples[-1]
@@ -204,7 +221,7 @@ class History:
         )
 
     def series(self, key: MemberKey) -> list[RankStatus]:
-        """Return one rank in all samples that have it, the latest last."""
+        """Return the rank's status in all samples of the window that have it, the latest last."""
         return [rank for sample in self._samples if (rank := sample.by_key.get(key)) is not None]
 
     def _of(self, rank: RankStatus, window_s: float) -> RankFigures:

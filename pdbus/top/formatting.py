@@ -9,11 +9,12 @@ from bus.wire.messages import RankStatus
 
 
 def name_of(rank: RankStatus) -> str:
+    """Return the name of a rank, as in `prefill-0/1`."""
     return f"{rank.instance}/{rank.dp_rank}"
 
 
 def seconds(value: float | None) -> str:
-    """Return a time in at most five characters."""
+    """Return a time, given in seconds, in at most five characters; None is `-`."""
     if value is None:
         return "-"
     if value < 0.001:
@@ -30,12 +31,13 @@ def seconds(value: float | None) -> str:
 
 
 def age(value: float) -> str:
-    """Return an age in at most five characters, to a tenth of a second at best."""
+    """Return an age, given in seconds, in at most five characters, to a tenth of a second at best; a negative one
+    (unknown) is `-`."""
     return "-" if value < 0 else f"{value:.1f}s" if value < 9.95 else seconds(value)
 
 
 def number(value: float | None) -> str:
-    """Return a number in at most five characters."""
+    """Return a number in at most five characters, as in `12.3k`; None is `-`."""
     if value is None:
         return "-"
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -46,8 +48,10 @@ def number(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
+    """Return a share (1 is all) in percent; None is `-`."""
     return "-" if value is None else f"{value:.0%}"
 
 
 def quantile_of(counts: Sequence[int], q: float) -> str:
+    """Return the quantile `q` (0 to 1) of latency counts (`bus.histogram`) as `seconds` does; `-` without any."""
     return seconds(quantile(counts, q))

@@ -1,4 +1,4 @@
-"""The screen: figures and a view become lines for any width and height. Pure.
+"""The screen of `pdbus top`: figures and a view (the user's choices) become lines for any width and height. Pure.
 
 Text from peers passes `printable` before it is shown; names of ranks cannot hold anything that needs it.
 """
@@ -26,8 +26,8 @@ _FOOTER = (("q", "quit"), ("↑↓", "choose"), ("enter", "detail"), ("s", "sort
 
 
 def lines_of(history: History, view: View, width: int, height: int, *, where: str, silent: str = "") -> list[Text]:
-    """Return the screen, one Text for each line. `silent` is the reason why there is no newer status, `where` the
-    controller's address."""
+    """Return the screen, one Text for each of `height` lines, each cut to `width` columns. `where` is the controller's
+    address, `silent` the reason why there is no newer status, shown in red (empty: none)."""
     figures = history.figures()
     lines = [_title(figures, view, width, where)]
     if silent:

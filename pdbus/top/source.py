@@ -1,4 +1,4 @@
-"""The sources of the figures: a thread that asks controller and broker regularly, and keys of a terminal."""
+"""The sources of `pdbus top`: a thread that asks controller and broker regularly, and keys of a terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _NAMES = {
 
 
 class BrokerStatusClient:
-    """Asks the broker for its counts, over one connection. For one thread."""
+    """Asks the broker for its counts, over one connection. `keys` is the directory of keys (empty: none). For one
+    thread; use it in a `with` block. Raises ConfigError for invalid keys."""
 
     def __init__(self, address: BusAddress, keys: str = "") -> None:
         self._sockets = Sockets(keys=load_keys(keys, "admins", "clients") if keys else None)
@@ -56,7 +57,8 @@ class BrokerStatusClient:
         self._sockets.__exit__(kind, error, trace)
 
     def ask(self, wait_ms: int = BROKER_WAIT_MS) -> BrokerStatus | None:
-        """Return the broker's status; None when it does not answer in time, or does not accept our key."""
+        """Ask and wait up to `wait_ms` milliseconds. Return the broker's status; None when it does not answer in time,
+        or does not accept our key."""
         self._sockets.look()
         answer: Future[BrokerStatus] = Future()
         self._questions.ask(self._broker, BrokerStatusQuery, BrokerStatus, answer, time.monotonic(), wait_ms / 1000)
@@ -75,8 +77,9 @@ class BrokerStatusClient:
 
 
 class Watcher(threading.Thread):
-    """Asks each `interval_s` and puts the answer into `updates`: a Sample, or the reason why there is none, or the
-    exception that ends the thread. After each it writes to the descriptor `wake`."""
+    """A thread that asks controller and broker each `interval_s` and puts the result into `updates`: a Sample, or the
+    reason (text) why the controller gave none, or the exception that ends the thread. After each it writes a byte to
+    the descriptor `wake`."""
 
     def __init__(self, client: Client, broker: BrokerStatusClient, interval_s: float, wake: int) -> None:
         super().__init__(name="top", daemon=True)
@@ -88,6 +91,7 @@ class Watcher(threading.Thread):
         self._leaving = threading.Event()
 
     def run(self) -> None:
+        """The thread's loop; `start` runs it."""
         try:
             while not self._leaving.is_set():
                 began = time.monotonic()
@@ -99,6 +103,7 @@ class Watcher(threading.Thread):
             os.write(self._wake, b"x")
 
     def stop(self) -> None:
+        """End the thread and wait for it: for a running question, some seconds."""
         self._leaving.set()
         self.join()
 
@@ -113,7 +118,8 @@ class Watcher(threading.Thread):
 
 @contextmanager
 def raw_keys(descriptor: int) -> Iterator[None]:
-    """Have the terminal pass on each key as it is pressed, and show none, while this lasts."""
+    """Have the terminal pass on each key as it is pressed, without showing it, inside the `with` block; afterwards its
+    mode is as before."""
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
@@ -123,9 +129,11 @@ def raw_keys(descriptor: int) -> Iterator[None]:
 
 
 def keys_in(data: bytes) -> list[str]:
-    """Return the names of the keys that a terminal sent; a key without a name is itself."""
+    """Return the names of the keys in the bytes that a terminal sent (`up`, `enter`, `page down`); another key is its
+    own character. `k`, `j` and `h` are `up`, `down` and `?`."""
     return [_NAMES.get(key, key.decode("ascii", "ignore")) for key in _KEY.findall(data)]
 
 
 def is_terminal() -> bool:
+    """Return true if stdin and stdout are both a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()

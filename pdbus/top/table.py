@@ -1,4 +1,4 @@
-"""The table of ranks, with as many columns as fit. Pure."""
+"""The table of ranks of `pdbus top`, with as many columns as fit. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pdbus.top.widgets import CHOSEN, DIM, HEAD, PLAIN, bar, colour_of
 
 @dataclass(frozen=True)
 class Column:
-    """A column. `show` returns the cell for a rank and a width. On a narrow screen the column with the least `worth` is
-    left out first; on a wide one it `grows` by up to this width."""
+    """A column of the table. `show` returns the cell for a rank and a width; `meaning` is for the help page; `left`
+    aligns it left. On a narrow screen the column with the least `worth` is left out first; on a wide one it `grows` by
+    up to so many characters."""
 
     name: str
     width: int
@@ -77,7 +78,7 @@ COLUMNS = (
 
 
 def fitting(width: int) -> list[tuple[Column, int]]:
-    """Return the columns that fit into `width`, and the width of each; the bars get the remaining space."""
+    """Return the columns that fit into `width` characters, and the width of each; the bars get the remaining space."""
     columns = list(COLUMNS)
     while (over := sum(column.width + 1 for column in columns) - width) > 0:
         columns.remove(min(columns, key=lambda column: column.worth))
@@ -88,7 +89,8 @@ def fitting(width: int) -> list[tuple[Column, int]]:
 
 
 def table_of(ranks: Sequence[RankFigures], view: View, width: int, height: int) -> list[Text]:
-    """Return a header and a line for each rank, or for the ranks around the chosen one."""
+    """Return at most `height` lines of `width` characters: a header, and a line for each rank in the given order. If
+    not all fit, these are the ranks around the chosen one, and a last line counts the others."""
     name_width = min(max((len(name_of(each.rank)) for each in ranks), default=4), max(12, width // 4))
     columns = fitting(width - 1 - name_width)
     shown, hidden = _around(ranks, view, height - 1)

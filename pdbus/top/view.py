@@ -1,4 +1,4 @@
-"""The selection of what is shown, and how keys change it. Pure."""
+"""The user's choices on the screen of `pdbus top`: order, chosen rank, page; and how keys change them. Pure."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ KEYS = (
 
 @dataclass(frozen=True)
 class View:
+    """The user's choices. `sort` is a name of SORTS, `chosen` the rank that keys have chosen (None: none yet). It is
+    never changed: a key gives a new one."""
+
     sort: str = "rank"
     reverse: bool = False
     chosen: MemberKey | None = None
@@ -45,13 +48,16 @@ class View:
     over: bool = False  # the user wants to leave
 
     def ordered(self, ranks: Sequence[RankFigures]) -> list[RankFigures]:
+        """Return the ranks by the chosen column, the greatest first, or by role and name for `rank`; the other way with
+        `reverse`."""
         by_name = sorted(ranks, key=lambda each: (_ROLES.index(each.rank.role), key_of(each)))
         if self.sort == "rank":
             return by_name[::-1] if self.reverse else by_name
         return sorted(by_name, key=SORTS[self.sort], reverse=not self.reverse)
 
     def pressed(self, key: str, ranks: Sequence[RankFigures]) -> View:
-        """Return the view after `key` was pressed; an unknown key changes nothing."""
+        """Return the view after `key` (a name of `source.keys_in`) was pressed; an unknown key changes nothing. `ranks`
+        are those that are shown."""
         match key:
             case "q":
                 return replace(self, over=True)
@@ -83,4 +89,5 @@ class View:
 
 
 def key_of(each: RankFigures) -> MemberKey:
+    """Return the rank's instance and number."""
     return each.rank.instance, each.rank.dp_rank

@@ -15,16 +15,17 @@ _STEPS = " ▁▂▃▄▅▆▇█"
 
 
 def colour_of(state: str) -> str:
+    """Return the style of a rank's state."""
     return _STATES.get(state, "bold red")
 
 
 def warning(count: int) -> str:
-    """Return the style of a count that should be 0."""
+    """Return the style of a count that should be 0: yellow if it is not."""
     return "yellow" if count else PLAIN
 
 
 def bar(value: float | None, width: int) -> Text:
-    """Return a bar that is full at a `value` of 1 or more."""
+    """Return a bar of `width` characters that is full at a `value` of 1 or more; None is `-`."""
     if value is None:
         return Text.assemble(("-".ljust(width), DIM))
     full, part = divmod(round(8 * width * min(1.0, max(0.0, value))), 8)
@@ -34,14 +35,15 @@ def bar(value: float | None, width: int) -> Text:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Return a graph of the last `width` values; the greatest has full height."""
+    """Return a graph of the last `width` values, a character each, of eight heights; the greatest value has the full
+    height."""
     values = values[-width:]
     top = max(values, default=0.0)
     return "".join(_STEPS[max(1, round(8 * value / top))] if top else _STEPS[1] for value in values)
 
 
 def fact(label: str, *facts: str | tuple[str, str]) -> Text:
-    """Return a line with a label and facts, some of them with a style."""
+    """Return a line with a label and facts; a fact is text, or text and its style."""
     line = Text.assemble((f" {label:<9}", DIM))
     for each in facts:
         text, style = each if isinstance(each, tuple) else (each, PLAIN)
@@ -50,5 +52,5 @@ def fact(label: str, *facts: str | tuple[str, str]) -> Text:
 
 
 def quantiles(counts: Sequence[int]) -> list[tuple[str, str]]:
-    """Return quantiles of latencies as facts."""
+    """Return median, p90 and p99 of latency counts (`bus.histogram`), to be passed to `fact`."""
     return [(f"p{100 * q:.0f} {quantile_of(counts, q)}", "bold" if q == 0.5 else PLAIN) for q in (0.5, 0.9, 0.99)]

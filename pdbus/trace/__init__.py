@@ -1,1 +1,2 @@
-"""The life of one request, hop by hop (`pdbus trace`)."""
+"""The life of one request, hop by hop (`pdbus trace`): `waterfall` orders and draws the events that the parts
+recorded."""

@@ -1,4 +1,5 @@
-"""The events that the parts recorded of one request, in order of time, and their drawing. Pure."""
+"""The events that the parts (client, controller, ranks) recorded of one request, in order of time, and their drawing. A
+leg is one rank's share of the request (prefill, decode, or unified: both); a retry is a new attempt. Pure."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ WORDS_MIN = 22
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """`event` of `part`, at `at_s` since the first of all, by the controller's clock. It took `took_s` from what came
-    before it on its way (None: it is the first)."""
+    """`event` of `part`, `at_s` seconds after the first event of all, by the controller's clock. It took `took_s`
+    seconds from the event that it followed from (None: there is none)."""
 
     part: str
     event: TraceEvent
@@ -50,7 +51,8 @@ class Hop:
 
 
 def hops_of(answer: TraceReply) -> list[Hop]:
-    """Return all events in order of time, as far as the clocks are known."""
+    """Return the events of all parts in order of time, on the controller's clock. Where a part's clock offset is
+    unknown, its times are taken as they are; the client's are moved before the controller's receipt."""
     at_us: list[tuple[int, int, str, TraceEvent]] = []
     for order, trace in enumerate(answer.parts):
         at_us += [(event.at_us - trace.offset_us, order, trace.part, event) for event in trace.events]
@@ -81,7 +83,8 @@ def _before(part: str, event: TraceEvent, hops: Sequence[Hop]) -> Hop | None:
 
 
 def as_dict(rid: str, answer: TraceReply) -> dict[str, Any]:
-    """Return the trace for JSON output. `at_us` is on the controller's clock."""
+    """Return the trace for JSON output, with the keys `rid`, `others`, `controller`, `marks`, `clocks`, `silent`.
+    `at_us` is on the controller's clock in microseconds. `rid` is used where the answer has none."""
     hops = hops_of(answer)
     offsets = {part.part: part.offset_us for part in answer.parts}
     return {
@@ -102,7 +105,8 @@ def as_dict(rid: str, answer: TraceReply) -> dict[str, Any]:
 
 
 def waterfall(rid: str, answer: TraceReply, width: int) -> RenderableType:
-    """Return the drawing at `width` columns, 80 or more. A bar covers the time that a line took."""
+    """Return the drawing at `width` columns, 80 or more: a line for each hop, whose bar covers the time that it took,
+    then notes about clocks, parts that did not answer, and other requests with such an id."""
     hops = hops_of(answer)
     whole_s = max((hop.at_s for hop in hops), default=0.0)
     rows: list[tuple[Text, ...]] = []
@@ -174,7 +178,7 @@ def _notes(answer: TraceReply) -> list[Text]:
 
 
 def seconds(value: float) -> str:
-    """Return the time in words, to a tenth of a millisecond if it is short."""
+    """Return a time, given in seconds, in words: to a tenth of a millisecond if it is short."""
     if value < 0.9995:
         return f"{value * 1000:.1f} ms" if value < 0.09995 else f"{value * 1000:.0f} ms"
     return f"{value:.3f} s" if value < 9.9995 else f"{value:.1f} s"
