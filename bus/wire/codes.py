@@ -31,7 +31,7 @@ Code: TypeAlias = Literal[
     "decode_failed",
     "engine_failed",
     "poison",  # it took down every rank it was given to
-    "fenced",  # a newer attempt, or a later start of the rank, exists
+    "fenced",  # a newer attempt, or a later start of the rank, exists, or its output was not read
     "draining",
     "shutting_down",
     "bad_version",

@@ -175,15 +175,14 @@ class RequestLifecycle:
                 out.append(ToClient(peer, failed))
 
     def client_gone(self, peer: Any, rid: Rid, now: float, out: list[Action]) -> None:
-        """End a request whose client is gone before it got `Accepted`, since its output will not be read. (The
-        output of one that has run before may be read over another connection: its rank handles that.) Its ranks
-        answer the same attempt with this end; a client whose link was cut, and whose submit came late, sends it
-        again."""
+        """End a request whose client is gone before it got `Accepted` of this attempt, since its output will not be
+        read. (One that streams may be read over another connection: its rank handles that.) Its ranks answer the same
+        attempt with this end; a client whose link was cut, and whose submit came late, sends it again."""
         request = self.requests.get(rid)
         if (
             request is not None
             and request.peer == peer
-            and request.tries == 1
+            and request.state is State.RUNNING
             and not request.submit.continue_on_disconnect
         ):
             self._counts["abandoned"] += 1

@@ -106,11 +106,14 @@ class RankCore:
         mine = current if current is not None and current.identity.agrees(identity) else None
         if counted == "repeated":
             return actions
-        if self.reports.answered(owner, dispatch, mine, now):
+        elsewhere = self.streams.at_another(dispatch.rid, identity, self.dp_rank)
+        if self.reports.answered(owner, dispatch, mine, now) or self._answered(owner, dispatch, elsewhere):
             self.counts["dispatch_known"] += 1
             return actions
         try:
             self.reports.check_newest(dispatch, mine, now)
+            if elsewhere is not None and elsewhere.attempt >= dispatch.attempt:
+                raise Refusal("fenced", f"attempt {elsewhere.attempt} is at dp_rank {elsewhere.dp_rank}, or was")
             if current is not None and current.client != dispatch.client:
                 raise Refusal("duplicate_rid", "the rid belongs to a live request of another client")
             self.streams.check(dispatch.rid, identity)
@@ -148,8 +151,9 @@ class RankCore:
         return []
 
     def unread(self, leg: Leg, now: float) -> list[Action]:
-        """End a leg whose client is gone and whose output was not read for a while: it would hold memory for no use."""
-        return self._end(leg, "cancelled", "its client is gone", now)
+        """End a leg without a reader (`Streams.unread`), which would hold memory for no use. Its client may have been
+        away, and then tries again: hence `fenced`."""
+        return self._end(leg, "fenced", "its output was not read", now)
 
     def reconfigure(self, limits: Limits) -> None:
         """Apply new limits. Legs that are here stay."""
@@ -303,6 +307,14 @@ class RankCore:
         return tuple([event for record in records for event in trace_events_of(record, wall_s)][-MAX_TRACE_EVENTS:])
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
+
+    def _answered(self, owner: int, dispatch: Dispatch, elsewhere: Leg | None) -> bool:
+        """Return true if another rank of this process had the attempt: a reader finds that one's stream here, so
+        `owner` gets its end."""
+        if elsewhere is None or elsewhere.attempt != dispatch.attempt or elsewhere.live:
+            return False
+        self.reports.ended(owner, elsewhere.report)
+        return True
 
     def _take(self, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> Leg:
         """Return the leg, if there is space for it; else raise Refusal."""

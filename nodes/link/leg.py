@@ -213,11 +213,16 @@ class Leg:
             self.finish = "stop" if message == "stop" else "length"
         else:
             self.finish = "cancelled" if code == "cancelled" else "failed"
+        return self.report
+
+    @property
+    def report(self) -> Ended:
+        """The end of the leg for its controller."""
         return Ended(
             self.rid,
             self.attempt,
             self.role,
-            code,
+            self.code,
             self.message,
             len(self.output),
             self.found_by,

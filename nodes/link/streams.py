@@ -63,6 +63,7 @@ class Streams:
         self._legs: dict[str, Leg] = {}
         self._dirty: OrderedDict[str, None] = OrderedDict()
         self._finished: OrderedDict[str, None] = OrderedDict()  # in order of their end
+        self._replaced: list[Leg] = []  # legs whose stream a later one took the place of
         self._early: OrderedDict[str, list[_Early]] = OrderedDict()  # by rid; one of each key and room
         self._early_count = 0
         self._answers: list[Send] = []
@@ -95,6 +96,11 @@ class Streams:
         if reads or (not leg.finish and leg.client != identity.client):
             raise Refusal("duplicate_rid", "the rid belongs to another live request")
 
+    def at_another(self, rid: str, identity: Identity, dp_rank: int) -> Leg | None:
+        """Return the leg with the stream of this request, if another rank of the process has it."""
+        leg = self._legs.get(rid)
+        return leg if leg is not None and leg.dp_rank != dp_rank and leg.identity.agrees(identity) else None
+
     def open(self, leg: Leg, now: float) -> None:
         """Open the stream of a leg, which will produce output from its `offset` on. It replaces a lower attempt, and
         another request."""
@@ -105,6 +111,8 @@ class Streams:
             if old.reader is not None and not old.finish_sent:
                 self._answer(old.reader, _fenced(old.rid, old.attempt, old.sent))
             self._forget(old.rid)
+            if old.live:
+                self._replaced.append(old)
         self._legs[leg.rid] = leg
         leg.sent, leg.sent_at, leg.unread_since = leg.offset, now, now
         for early in self._early.get(leg.rid, ()):
@@ -232,8 +240,10 @@ class Streams:
                 self._keep_early(rid, lambda early: now - early.since < ATTACH_WAIT_S)
 
     def unread(self, now: float) -> list[Leg]:
-        """Return the running legs that had no reader for UNREAD_S and do not have `continue_on_disconnect`."""
-        return [
+        """Return the running legs without a reader: those whose stream another leg's has replaced, and those that
+        had none for UNREAD_S and do not have `continue_on_disconnect`."""
+        self._replaced = [leg for leg in self._replaced if leg.live]
+        return self._replaced + [
             leg
             for leg in self._legs.values()
             if leg.reader is None

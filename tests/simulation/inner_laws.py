@@ -93,7 +93,10 @@ def _readers(world: World, node: NodeProcess) -> None:
         for leg in rank.core.legs:
             if leg.role == "prefill" or leg.reader is not None or leg.continue_on_disconnect:
                 continue
-            if not leg.unread_since:  # a process has one stream of an attempt: that of the leg which was here first
+            if node.part.host.streams._legs.get(leg.rid) is not leg:
+                since = world.unstreamed.setdefault((node.name, node.starts, number, leg.seq), world.now)
+                if world.now - max(since, node.paused_until) > AWAKE_S:
+                    raise Broken("a leg can be read", f"{node.name}/{number}: {leg}", leg.rid)
                 continue
             unread_s = world.now - max(leg.unread_since, node.paused_until)
             unclaimed_s = node.part.host.streams.unclaimed_s(leg, world.now) if waiting else 0.0

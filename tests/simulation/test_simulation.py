@@ -20,7 +20,9 @@ from simulation.story import message_in
 # Each broke before a repair, the first four when worlds were drawn without troubles: a process of eight ranks starts
 # again; one rid at two controllers; the answer to one's own cancel; a law that took ranks to avoid for free ones. Then:
 # attempts that a controller made unasked; the prefill leg of an attempt that was given up; a cancel of what has ended.
-BROKE = {"--plain": (5, 12, 20781088, 20781124), "": (4, 450, 55)}
+# In small worlds: a client that was paused for ten seconds; an attempt that another rank of its process had; a fault
+# after all was over.
+BROKE = {"--plain": (5, 12, 20781088, 20781124), "": (4, 450, 55), "--small": (60, 600010, 600141)}
 
 
 FORMER_TRIES = """

@@ -107,6 +107,7 @@ class World:
         self.given_up: dict[tuple[int, str], list[tuple[int, float]]] = {}  # (start of a rank, rid): attempts, when
         self._dropping: dict[str, float] = {}  # processes whose tokens and KV blocks get lost, and until when
         self._damaging: dict[str, float] = {}  # processes whose KV blocks are, and until when
+        self.unstreamed: dict[tuple[Any, ...], float] = {}  # legs whose stream another leg's has replaced: since when
         self.salts = {0, 1, 2} if spec.fickle else {0}
         self.goodbyes: dict[tuple[str, int, int], float] = {}  # of starts of ranks: when they left
         self.bus = self._address("broker", 5550)
@@ -151,7 +152,7 @@ class World:
                 for fault in spec.faults:
                     self.at(fault.at_s, partial(self._befall, fault))
                 self.at(CHECK_S, self._check)
-                self._until(spec.busy_s)
+                self._until(max([spec.busy_s, *(fault.at_s for fault in spec.faults)]))  # a burst may end after busy_s
                 while self.now < spec.bound_s and any(asked.lives for asked in self.asked):
                     self._until(self.now + 1.0)
                 ends = [until - laws.TAIL_S for _, until, _ in self.befell]  # nothing is quiet before

@@ -6,6 +6,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from bus.errors import StartError
 from bus.runtime.loop import Loop
 from bus.wire import topics
 from bus.wire.codec import encode
-from bus.wire.messages import Beacon, CancelLeg, Dispatch, Ended, Member, Message
+from bus.wire.codes import client_retries
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import Attach, Beacon, CancelLeg, Dispatch, Ended, Member, Message, Params
 from nodes.config import NodeConfig
 from nodes.link.config import LinkConfig
-from nodes.link.host import GOODBYE_S, Host
+from nodes.link.host import GOODBYE_S, SLOW_TICK_S, Host
 from nodes.link.leg import Identity
-from nodes.link.streams import ATTACH_GRACE_S
+from nodes.link.runner import Finished
+from nodes.link.streams import ATTACH_GRACE_S, UNREAD_S
 from nodes.link.threaded_runner import ThreadedRunner
 from nodes.node import Node
 
@@ -117,6 +121,53 @@ def test_what_is_only_answered_again_is_told_in_the_same_turn(rig: Rig) -> None:
         rig.loop.call_threadsafe(say)
         rig.turn()
         assert [end.code for end in told] == ["ok"]
+
+
+def test_a_request_has_one_leg_in_a_process_which_is_the_one_that_its_client_reads(rig: Rig) -> None:
+    """M49: an attempt that another rank has is fenced there, one that another had is answered with its end, and the
+    leg whose stream a newer attempt took ends."""
+    told: list[tuple[int, int, str]] = []
+    ranks, numbers = rig.host.ranks, count(1)
+    for number, rank in ranks.items():
+        (connection,) = rank.connections
+        connection.progress = lambda started, ended, number=number: told.extend(  # type: ignore[method-assign]
+            (number, end.attempt, end.code) for end in ended
+        )
+
+    def dispatch(number: int, attempt: int) -> None:
+        rank, frames = ranks[number], [token_bytes([5]), encode(Params())]
+        rank.dispatched(
+            rank.connections[0], Dispatch("r", attempt, "unified", number, 5, next(numbers), 1, 1, 9), frames
+        )
+        rank.turn()
+
+    dispatch(0, 1)
+    dispatch(1, 1)
+    assert told == [(1, 1, "fenced")]
+    dispatch(1, 2)
+    rig.turn(SLOW_TICK_S)
+    assert told[1:] == [(0, 1, "fenced")]
+    assert [len(rank.core) for rank in ranks.values()] == [0, 1]
+    ranks[1].driver.apply(ranks[1].core.handle(Finished(next(iter(ranks[1].core.legs)), "stop"), rig.now))
+    ranks[1].turn()
+    dispatch(0, 2)
+    dispatch(0, 1)
+    assert told[2:] == [(1, 2, "ok"), (0, 2, "ok"), (0, 1, "fenced")]
+
+
+def test_what_nobody_read_for_long_ends_so_that_its_client_may_try_again(rig: Rig) -> None:
+    rank = rig.host.ranks[0]
+    (connection,) = rank.connections
+    told: list[Ended] = []
+    connection.progress = lambda started, ended: told.extend(ended)  # type: ignore[method-assign]
+    rank.dispatched(connection, Dispatch("r", 1, "unified", 0, 5, 1, 1, 1, 9), [token_bytes([5]), encode(Params())])
+    rig.host.streams.attach(b"who has gone", Attach("r", 1), rig.now)
+    rig.turn()
+    rig.turn(UNREAD_S - 0.1)
+    assert not told
+    rig.turn(SLOW_TICK_S)
+    (end,) = told
+    assert client_retries(end.code)
 
 
 def test_drained_when_the_bus_has_carried_the_goodbyes(rig: Rig) -> None:

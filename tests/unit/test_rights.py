@@ -124,8 +124,7 @@ def test_limits_count_by_key_however_many_connections_it_has() -> None:
 def test_a_client_that_is_gone_when_its_request_is_placed_is_not_served(world: World) -> None:
     for rid, continue_on_disconnect in (("gone", False), ("stays", True), ("read elsewhere", False)):
         world.submit(submit(rid, continue_on_disconnect=continue_on_disconnect), peer=ALICE)  # type: ignore[arg-type]
-    (request,) = [one for one in world.core.life.requests.values() if one.rid == "read elsewhere"]
-    request.tries = 2
+    world.progress(NODE, started=[one for one in world.dispatches(NODE) if one.rid == "read elsewhere"])
     for rid in ("gone", "stays", "read elsewhere", "unknown"):
         world.feed(ClientGone(ALICE, rid))
     assert sorted(world.core.life.requests) == ["read elsewhere", "stays"]
