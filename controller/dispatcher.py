@@ -109,13 +109,14 @@ class Dispatcher:
         asked_us: int = 0,
         avoid: tuple[MemberKey, ...] = (),
         pair_attempt: int = 0,
+        session: str = "",
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, each bytes or
         whatever else has a buffer (`array`, numpy's arrays), passed on as they are; the rest is what
         `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of the ranks' KV blocks: the
         prompt is hashed here in blocks of it, unless `block_hashes` (`bus.wire.hashing.pack_hashes`) say what it begins
-        with. To resume what lost its rank: prompt and output so far, `offset` tokens of the latter, and a higher
-        `attempt`.
+        with, as they must where the params have a `cache_salt`. To resume what lost its rank: prompt and output so far,
+        `offset` tokens of the latter, and a higher `attempt`.
 
         False when too many are under way, or this rid is: try again after `poll`. ConfigError without a bootstrap_room
         where ranks are joined or picked by it, and for a rid that is no string. Other bad requests come back as
@@ -157,6 +158,7 @@ class Dispatcher:
                 asked_us=asked_us,
                 avoid=avoid,
                 pair_attempt=pair_attempt,
+                session=session,
             )
             codec.decode(codec.encode(submit), CLIENT_TO_CONTROLLER)  # the same checks as for any client
         except (ProtocolError, TypeError, ValueError, OverflowError, struct.error) as error:

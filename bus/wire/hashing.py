@@ -15,6 +15,7 @@ from hashlib import blake2b
 from zlib import crc32
 
 ROOT = 0  # the parent of a first block
+SALT_KEY = b"cache_salt"  # it keeps what a salt is hashed to apart from all hashes of blocks
 _empty = blake2b(digest_size=8)
 
 
@@ -38,20 +39,28 @@ def tokens_of(frame: bytes) -> array[int]:
     return tokens
 
 
+def root_of(salt: str) -> int:
+    """Return the parent of a first block for prompts with this `cache_salt`; ROOT without one."""
+    if not salt:
+        return ROOT
+    return int.from_bytes(blake2b(salt.encode(), digest_size=8, key=SALT_KEY).digest(), "little")
+
+
 def hash_block(parent: int, block: bytes) -> int:
     """Return the hash of one full block (int32 little-endian token ids) that follows the prefix named `parent`."""
     return int.from_bytes(blake2b(parent.to_bytes(8, "little") + block, digest_size=8).digest(), "little")
 
 
-def block_hashes(tokens: Sequence[int], block_tokens: int) -> list[int]:
-    """Return the hash chain of the full blocks of `tokens`; a last partial block has no hash."""
-    return unpack_hashes(packed_hashes(token_bytes(tokens), block_tokens)).tolist()
+def block_hashes(tokens: Sequence[int], block_tokens: int, root: int = ROOT) -> list[int]:
+    """Return the hash chain of the full blocks of `tokens`; a last partial block has no hash. `root` is the parent of
+    the first (`root_of`)."""
+    return unpack_hashes(packed_hashes(token_bytes(tokens), block_tokens, root)).tolist()
 
 
-def packed_hashes(prompt: bytes, block_tokens: int) -> bytes:
+def packed_hashes(prompt: bytes, block_tokens: int, root: int = ROOT) -> bytes:
     """Return the `block_hashes` of a prompt frame, in the form of `pack_hashes`."""
     size = block_tokens * 4
-    digest = ROOT.to_bytes(8, "little")  # of the parent: its hash, little-endian
+    digest = root.to_bytes(8, "little")  # of the parent: its hash, little-endian
     digests: list[bytes] = []
     for (block,) in struct.iter_unpack(f"{size}s", memoryview(prompt)[: len(prompt) // size * size]):
         state = _empty.copy()  # made once: half the cost of a block

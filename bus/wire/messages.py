@@ -60,6 +60,11 @@ Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 LogProb: TypeAlias = Annotated[float, Meta(ge=-9999, le=0)]  # -9999: impossible
 Grammar: TypeAlias = Annotated[str, Meta(max_length=65536)]  # opaque here; an engine's own dialect
+Choice: TypeAlias = Annotated[str, Meta(max_length=1024)]
+BadWord: TypeAlias = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]  # the tokens of it
+Salt: TypeAlias = Annotated[str, Meta(max_length=256)]
+ParserName: TypeAlias = Annotated[str, Meta(max_length=25)]  # `parser_word` of it is a Word
+Session: TypeAlias = Annotated[str, Meta(max_length=256)]  # so 1,024 bytes at most
 LatencyCounts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=64)]  # by bound of `bus.histogram`
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
 Phrase: TypeAlias = Annotated[str, Meta(max_length=MAX_PHRASE)]
@@ -556,6 +561,7 @@ class Submit(Message, frozen=True, tag="submit"):
     # for a single leg whose other leg is at another controller: the attempt with which the client submitted
     # both; each controller may count on from there. 0: unknown
     pair_attempt: Count = 0
+    session: Session = ""  # what the requests of one conversation have in common; empty: not said
 
 
 class Params(Message, frozen=True, tag="params"):
@@ -582,15 +588,38 @@ class Params(Message, frozen=True, tag="params"):
     ] = -1  # of each output token, and of this many most likely tokens; -1: none
     # Every rank may look at it, and none need know it, so it is not among `needs`.
     seed_drawn: bool = False  # the seed was drawn, not chosen: an engine for which a seed is costly may ignore it
+    structural_tag: Grammar = ""
+    choice: Annotated[tuple[Choice, ...], Meta(max_length=1024)] = ()  # the output is one of these texts
+    bad_words: Annotated[
+        tuple[BadWord, ...], Meta(max_length=1024)
+    ] = ()  # the output has none of these tokens in a row
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=16384)] = ()  # the output has only these; (): all
+    cache_salt: Salt = ""  # prompts share a KV cache only with those of the same salt
+    reasoning_parser: ParserName = (
+        ""  # with which a rank tells a model's reasoning from its answer, where grammars apply
+    )
+    reasoning_ended: bool | None = None  # the prompt ends behind the reasoning; None: the engine looks by itself
+    reasoning_parser_kwargs: Annotated[str, Meta(max_length=4096)] = ""  # a JSON object; empty: none
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31)] = -1  # -1: none
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # as `logprobs`, of each prompt token but the first
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The names of the parameters set here that not every rank knows."""
-        return tuple(name for name, default in OPTIONAL_PARAMS if getattr(self, name) != default)
+        """The names of the parameters set here that not every rank knows. Ranks know a reasoning parser by its
+        name."""
+        names = tuple(name for name, default in OPTIONAL_PARAMS if getattr(self, name) != default)
+        return (*names, parser_word(self.reasoning_parser)) if self.reasoning_parser else names
+
+
+def parser_word(name: str) -> str:
+    """Return the word by which a rank says, and a submit needs, that it has the reasoning parser `name`."""
+    return f"parser:{name}"
 
 
 OPTIONAL_PARAMS: tuple[tuple[str, object], ...] = tuple(
-    zip(Params.__struct_fields__[6:-1], Params.__struct_defaults__[6:-1], strict=True)
+    (name, default)
+    for name, default in zip(Params.__struct_fields__, Params.__struct_defaults__, strict=True)
+    if name not in Params.__struct_fields__[:6] and name not in ("seed_drawn", "reasoning_parser")
 )  # with their defaults
 
 
@@ -756,6 +785,7 @@ class TokenLogprobs(Message, frozen=True):
 
     logprob: LogProb  # of the token
     top: Annotated[tuple[tuple[TokenId, LogProb], ...], Meta(max_length=20)] = ()  # the likeliest there, first first
+    rank: Count = 0  # of the token among all of the vocabulary, the likeliest is 1; 0: not said
 
 
 class MoreTokens(Message, frozen=True):
@@ -789,6 +819,8 @@ class Tokens(Message, frozen=True, tag="tokens"):
     others: Annotated[
         tuple[MoreTokens, ...], Meta(max_length=MAX_OTHERS_PER_MESSAGE)
     ] = ()  # where the reader's `attach` of each says `several`
+    # if asked for, one for each prompt token from the second on, with the first output tokens
+    prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_LOGPROBS_PER_MESSAGE)] = ()
 
 
 class Detach(Message, frozen=True, tag="detach"):

@@ -18,6 +18,7 @@ from bus.wire.messages import (
     Model,
     Rid,
     Role,
+    Session,
     TraceContext,
     TraceEvent,
 )
@@ -44,6 +45,7 @@ class RequestRecord(Struct, frozen=True, gc=False, array_like=True):
     legs: tuple[LegRecord, ...]  # of the last attempt
     parent: TraceContext | None
     trace: TraceContext | None
+    session: Session
 
     @property
     def events(self) -> tuple[EventTuple, ...]:
@@ -75,6 +77,7 @@ def record_of(request: Request, ended_at: float = inf, code: Code = "ok", why: s
         legs,
         submit.trace,
         request.trace,
+        submit.session,
     )
 
 
@@ -90,7 +93,7 @@ def trace_events_of(record: RequestRecord, wall_s: float) -> tuple[TraceEvent, .
             "received",
             record.past[0][2] if record.past else last,
             None,
-            f"{record.prompt_tokens} tokens",
+            f"{record.prompt_tokens} tokens" + (f", session {record.session}" if record.session else ""),
         ),
         *record.events,
         (first, "output_reported", last, None, ""),
@@ -117,6 +120,8 @@ def span_of(record: RequestRecord, wall_s: float) -> Span:
         "pdbus.leg": record.leg,
         "pdbus.code": record.code,
     }
+    if record.session:
+        attributes["gen_ai.conversation.id"] = record.session
     if record.room is not None:
         attributes["pdbus.room"] = str(record.room)  # of 63 bits: some backends have no such integers
     for role, key, _, first_at, tokens in record.legs:

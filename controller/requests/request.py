@@ -7,6 +7,8 @@ from enum import Enum
 from math import inf
 from typing import Any, Literal, TypeAlias
 
+from msgspec.structs import replace
+
 from bus.rights import key_of
 from bus.tracecontext import trace_id_of
 from bus.wire.codes import MEANINGS, Code, Refusal
@@ -169,6 +171,8 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
         if room is None:
             raise Refusal("bad_room", f"a {submit.leg} request needs a bootstrap_room")
         places = tuple([(client, room, role) for role in ROLES[submit.leg]])
+    if submit.session and client:  # so that no policy takes two clients' sessions of one name for one
+        submit = replace(submit, session=f"{client}/{submit.session}")
     chosen = submit.disagg_prefill_dp_rank
     if chosen is not None and not 0 <= chosen < MAX_DP_SIZE:
         raise Refusal("bad_rank", f"disagg_prefill_dp_rank {chosen} is outside 0..{MAX_DP_SIZE - 1}")

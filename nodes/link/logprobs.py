@@ -9,10 +9,10 @@ from bus.wire.messages import TokenLogprobs
 LEAST = -9999.0  # of the protocol: engines say minus infinity
 
 
-def token_logprobs(chosen: float, top: Iterable[tuple[int, float]] = ()) -> TokenLogprobs:
-    """Return one output token's log probability and those of the most likely tokens at its place, the likeliest
-    first."""
-    return TokenLogprobs(_bounded(chosen), tuple([(token, _bounded(value)) for token, value in top]))
+def token_logprobs(chosen: float, top: Iterable[tuple[int, float]] = (), rank: int = 0) -> TokenLogprobs:
+    """Return one token's log probability and those of the most likely tokens at its place, the likeliest first.
+    `rank` is the token's among all, from 1 on; 0: unknown."""
+    return TokenLogprobs(_bounded(chosen), tuple([(token, _bounded(value)) for token, value in top]), rank)
 
 
 def _bounded(value: float) -> float:

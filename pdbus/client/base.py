@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, TypeAlias
 from msgspec.structs import replace
 
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQuery, TraceQuery, TraceReply
+from bus.wire.messages import (
+    DrainRank,
+    DrainRole,
+    Legs,
+    Role,
+    Status,
+    StatusQuery,
+    TokenLogprobs,
+    TraceQuery,
+    TraceReply,
+)
 from pdbus.client.channel import Channel
 from pdbus.client.loop_channel import LoopChannel
 from pdbus.client.options import (
@@ -141,6 +151,7 @@ class BaseStream:
         self._decoder = text.decoder(tokens_of(request.prompt[-4 * BEFORE :])) if text is not None else None
         self._stop_ids = request.stop_ids
         self._continue_on_disconnect = request.main.continue_on_disconnect
+        self._request = request
         self._logprobs = request.logprobs  # the channel's thread appends to it, and then delivers the tokens
         self._have = 0  # tokens that became pieces
         self._sink = sink
@@ -156,6 +167,12 @@ class BaseStream:
     def prompt_ids(self) -> tuple[int, ...]:
         """The prompt's token ids, with those of a chat template."""
         return tuple(tokens_of(self._prompt))
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """The log probabilities of the prompt's tokens from the second on, where the option `prompt_logprobs` asks for
+        them. They are there once the first piece has come."""
+        return self._request.prompt_logprobs or ()
 
     def cancel(self) -> None:
         """End the request now; the iteration stops, and `result.finish` is `cancelled`."""

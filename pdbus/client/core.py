@@ -182,6 +182,11 @@ class ClientCore:
             return []
         if request.wants_logprobs and len(message.logprobs) != len(message.ids):
             return []  # it breaks the protocol; treat it as silent
+        if request.prompt_logprobs is not None and not request.prompt_logprobs:
+            if len(message.prompt_logprobs) == request.main.prompt_tokens - 1:
+                request.prompt_logprobs = message.prompt_logprobs
+            elif message.ids or message.finish in ("stop", "length"):
+                return []
         request.alive_at = now
         request.asked_again = False
         if self._silent and request.decode is not None:
@@ -372,6 +377,7 @@ class ClientCore:
             retry_after_s=retry_after_s,
             retryable=code != "ok" and is_retryable(code),
             logprobs=tuple(request.logprobs),
+            prompt_logprobs=request.prompt_logprobs or (),
             ran=request.ran or request.may_run,
         )
         return [*actions, Ended(request.rid, result)]

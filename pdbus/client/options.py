@@ -21,8 +21,17 @@ from bus.errors import ConfigError
 from bus.runtime.sockets import PAYLOAD_MAX
 from bus.tracecontext import parse
 from bus.wire.codec import encode
-from bus.wire.hashing import packed_hashes, token_bytes
-from bus.wire.messages import OPTIONAL_PARAMS, Legs, Message, Params, Role, Status, Submit
+from bus.wire.hashing import ROOT, packed_hashes, root_of, token_bytes
+from bus.wire.messages import (
+    MAX_LOGPROBS_PER_MESSAGE,
+    OPTIONAL_PARAMS,
+    Legs,
+    Message,
+    Params,
+    Role,
+    Status,
+    Submit,
+)
 from pdbus.client.core import Patience
 from pdbus.client.request import Request
 
@@ -65,8 +74,14 @@ class Options(TypedDict, total=False):
     (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`; and what only ranks that know
     it get: `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `min_tokens`, `logit_bias` (by token
     id), `logprobs` (0 to 20: natural logarithms of the model's probability of each output token, and of this many most
-    likely tokens at its place), and one of `json_schema`, `regex` and `ebnf`, in the engine's dialect. With penalties
-    of the output or one of the last three, an interrupted output cannot be resumed: the request fails. Placement: `leg`
+    likely tokens at its place), `prompt_logprobs` (the same of the prompt, of 2,049 tokens at most; unified ranks
+    alone), `bad_words` (token ids that the output must not have in a row, for each word), `allowed_token_ids` (the
+    output has no others), `cache_salt` (KV caches are shared only among requests with the same one), one of
+    `json_schema`, `regex`, `ebnf`, `structural_tag` (in the engine's dialect) and `choice` (texts), and for models that
+    reason `thinking_token_budget`, `reasoning_parser` (its ranks have this one, and grammars begin behind the
+    reasoning), `reasoning_ended` and `reasoning_parser_kwargs` (a JSON object). With penalties of the output, bad words
+    of several tokens, a grammar or a thinking budget, an interrupted output cannot be resumed: the request fails.
+    Placement: `leg`
     (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that decodes (or of
     the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to 2^63 - 1; default:
     drawn). Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is wanted within it;
@@ -75,7 +90,8 @@ class Options(TypedDict, total=False):
     128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for
     `cache_aware`; default: the ranks' block size where the controller uses hashes; 0: none), `traceparent` and
     `tracestate` (W3C Trace Context: the parent of the spans that controller and ranks export; default: no spans),
-    `continue_on_disconnect` (run to the end even if this client is gone and the output is not read).
+    `continue_on_disconnect` (run to the end even if this client is gone and the output is not read), `session` (at most
+    256 characters: what the requests of one conversation have in common, for policies).
     """
 
     max_tokens: int
@@ -95,6 +111,16 @@ class Options(TypedDict, total=False):
     regex: str
     ebnf: str
     logprobs: int
+    structural_tag: str
+    choice: Sequence[str]
+    bad_words: Sequence[Sequence[int]]
+    allowed_token_ids: Sequence[int]
+    cache_salt: str
+    reasoning_parser: str
+    reasoning_ended: bool | None
+    reasoning_parser_kwargs: str
+    thinking_token_budget: int
+    prompt_logprobs: int
     leg: Legs
     instance: str
     prefill_instance: str
@@ -112,6 +138,7 @@ class Options(TypedDict, total=False):
     continue_on_disconnect: bool
     traceparent: str
     tracestate: str
+    session: str
 
 
 _KNOWN = Options.__annotations__.keys()
@@ -119,7 +146,7 @@ _OF_PARAMS = _KNOWN & set(Params.__struct_fields__)
 _OF_SUBMIT = _KNOWN & set(Submit.__struct_fields__) - {
     "rid", "leg", "max_tokens", "block_tokens",
 }  # fmt: skip
-_OPTIONAL_PARAMS = frozenset(name for name, _ in OPTIONAL_PARAMS)
+_OPTIONAL_PARAMS = frozenset(name for name, _ in OPTIONAL_PARAMS) | {"reasoning_parser"}
 
 
 def check_options(given: Mapping[str, object]) -> None:
@@ -183,9 +210,10 @@ def make_request(
     deadline_s = options.get("deadline_s", 0.0)
     if not 0 <= deadline_s < math.inf:
         raise ConfigError(f"deadline_s must be a number of seconds (0: none), not {deadline_s:g}")
-    for name, slo_s in (("ttft_slo_s", options.get("ttft_slo_s", 0.0)), ("tpot_slo_s", options.get("tpot_slo_s", 0.0))):
-        if not 0 <= slo_s < math.inf:
-            raise ConfigError(f"{name} must be a number of seconds (0: the controller's own), not {slo_s:g}")
+    if "ttft_slo_s" in options:
+        _check_slo("ttft_slo_s", options["ttft_slo_s"])
+    if "tpot_slo_s" in options:
+        _check_slo("tpot_slo_s", options["tpot_slo_s"])
     if at.prefill is None:
         leg = options.get("leg") or leg
     elif options.get("leg") not in (None, "pair"):
@@ -204,13 +232,15 @@ def make_request(
         sampling["seed"], sampling["seed_drawn"] = rng.getrandbits(32), True
     if "stop_token_ids" in sampling:
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-    if "logit_bias" in sampling:
-        sampling["logit_bias"] = tuple(sampling["logit_bias"].items())
+    plain = sampling.keys().isdisjoint(_OPTIONAL_PARAMS)
+    if not plain:
+        _make_tuples(sampling)
     if traceparent := options.get("traceparent"):
         placed["trace"] = trace = parse(traceparent, options.get("tracestate", ""))
         if trace is None:
             raise ConfigError(f"traceparent: {traceparent!r:.80} is none, as in 00-<32 digits>-<16 digits>-01")
     params = _checked(Params(**sampling))
+    root = ROOT if plain else root_of(params.cache_salt)
     block_tokens = options.get("block_tokens", block_tokens)
     header = Submit(
         rid=options.get("rid") or f"{rng.getrandbits(64):016x}",
@@ -218,16 +248,16 @@ def make_request(
         prompt_tokens=len(ids),
         max_tokens=max_tokens,
         block_tokens=block_tokens,
-        block_hashes=packed_hashes(prompt, block_tokens) if block_tokens else b"",
+        block_hashes=packed_hashes(prompt, block_tokens, root) if block_tokens else b"",
         asked_us=asked_us,
-        needs=() if sampling.keys().isdisjoint(_OPTIONAL_PARAMS) else params.needs,
+        needs=() if plain else params.needs,
         **placed,
     )
     submits = {(at.decode, header.rid): _checked(header)}
     if at.prefill is not None:
         prefill = _of_prefill(header)
         submits[at.prefill, prefill.rid] = _checked(prefill)
-    return Request(
+    request = Request(
         rid=header.rid,
         submits=submits,
         prompt=prompt,
@@ -235,6 +265,36 @@ def make_request(
         stop_ids=frozenset(() if params.ignore_eos else eos_ids) | frozenset(params.stop_token_ids),
         wants_logprobs=params.logprobs >= 0,
     )
+    if not plain and params.prompt_logprobs >= 0:
+        _check_prompt_logprobs(len(ids), leg)
+        request.prompt_logprobs = () if len(ids) > 1 else None
+    return request
+
+
+def _check_slo(name: str, slo_s: float) -> None:
+    if not 0 <= slo_s < math.inf:
+        raise ConfigError(f"{name} must be a number of seconds (0: the controller's own), not {slo_s:g}")
+
+
+def _make_tuples(sampling: dict[str, Any]) -> None:
+    """Turn lists and mappings of optional parameters into tuples, as messages have them."""
+    for name in ("choice", "allowed_token_ids"):
+        if name in sampling:
+            sampling[name] = tuple(sampling[name])
+    if "bad_words" in sampling:
+        sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = tuple(sampling["logit_bias"].items())
+
+
+def _check_prompt_logprobs(tokens: int, leg: Legs) -> None:
+    """Raise ConfigError where no rank can send them: they are one message of a rank that has the whole prompt."""
+    if leg != "unified":
+        raise ConfigError(f"prompt_logprobs: unified ranks alone have them, and this request is a {leg}")
+    if tokens - 1 > MAX_LOGPROBS_PER_MESSAGE:
+        raise ConfigError(
+            f"prompt_logprobs: of a prompt of {MAX_LOGPROBS_PER_MESSAGE + 1} tokens at most, not {tokens}"
+        )
 
 
 def _of_prefill(decode: Submit) -> Submit:

@@ -48,6 +48,7 @@ class Result(Struct, frozen=True, gc=False):
     retryable: bool = False  # after a failure: whether a new try may succeed
     cached_tokens: int = 0  # prompt tokens from a prefix cache; 0 also where no rank reported them
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on, where asked for
     ran: bool = False  # a rank had the request, or may have had it: its controller did not answer
 
     @property

@@ -83,10 +83,11 @@ class Request:
     """
 
     __slots__ = (
-        "alive_at", "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode",
-        "due_at", "endpoint", "first", "first_token_at", "found_by", "gap_at", "ids", "logprobs", "max_tokens",
-        "no_rank_at", "offset", "params", "prefill", "prompt", "queued", "ran", "resend_at", "resend_s", "retries",
-        "rid", "state", "stop_ids", "stream_failure", "submit_states", "submits", "wants_logprobs", "withdrawn_at",
+        "alive_at", "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at",
+        "decode", "due_at", "endpoint", "first", "first_token_at", "found_by", "gap_at", "ids", "logprobs",
+        "max_tokens", "no_rank_at", "offset", "params", "prefill", "prompt", "prompt_logprobs", "queued",
+        "ran", "resend_at", "resend_s", "retries", "rid", "state", "stop_ids", "stream_failure",
+        "submit_states", "submits", "wants_logprobs", "withdrawn_at",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +111,7 @@ class Request:
         self.resend_s = 0.0
         self.ids: list[int] = []  # the output so far
         self.logprobs: list[TokenLogprobs] = []  # one for each of `ids`, where the request wants them
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # None: unwanted; else they come before `ids`
         self.offset = 0  # how many of `ids` the last submit already had
         self.first = 1  # the first attempt
         self.began_at = 0.0

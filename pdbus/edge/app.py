@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import metadata, resources
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from prometheus_client.exposition import choose_encoder
@@ -30,6 +31,7 @@ from pdbus.edge.generation import Choice, Generation, Gone, Interrupted
 from pdbus.edge.keys import SLO_CLASS_MAX, Key, Keys
 from pdbus.edge.logprobs import Likelihoods
 from pdbus.edge.metrics import Counts
+from pdbus.edge.refused import FRONT, FRONT_PATHS
 from pdbus.edge.tracing import Answered, follow, span_of
 from pdbus.text.decoder import BEFORE
 from pdbus.text.stops import StopFinder
@@ -162,7 +164,8 @@ class Edge:
         if route is None and exchange.path.startswith("/v1/models/"):
             route = Route("GET", self._model)
         if route is None:
-            raise HttpError(404, f"there is no {exchange.path[:200]}; see /docs", code="not_found")
+            instead = FRONT if exchange.path in FRONT_PATHS else "see /docs"
+            raise HttpError(404, f"there is no {exchange.path[:200]}; {instead}", code="not_found")
         if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
             allowed = ((b"allow", route.method.encode()),)
             raise HttpError(405, f"{exchange.path} takes {route.method}", code="method_not_allowed", headers=allowed)
@@ -217,7 +220,7 @@ class Edge:
             exchange.headers, exchange.rid, exchange.path, job.model.name, exchange.began_at, self._spans
         )
         rid = exchange.draw_rid() if exchange.client_rid else exchange.rid
-        requests = job.requests(rid, {**self._urgency(exchange), **traced})
+        requests = job.requests(rid, {**self._urgency(exchange), **self._session(exchange, job), **traced})
         if self.counts.in_flight + count > self._config.max_requests:
             raise HttpError(429, f"{self.counts.in_flight} answers are under way here", code="overloaded")
         if (key := self._live[exchange]) is not None:
@@ -312,6 +315,15 @@ class Edge:
             "tpot_slo_s": min(tpot_slo_s or 0.0, most),
             "slo_class": slo_class or (key.slo_class if key is not None else ""),
         }
+
+    def _session(self, exchange: Exchange, job: jobs.Job) -> Options:
+        """Return the request's session: the header's, else the body's. Two API keys have no session in common."""
+        given = exchange.headers.get(b"x-session-id", b"").decode("latin-1")
+        session = fields.checked_session("x-session-id", given) or job.session
+        if not session:
+            return {}
+        key = self._live[exchange]
+        return {"session": session if key is None else f"{quote(key.name, safe='')}/{session}"}
 
     @staticmethod
     def _seconds(exchange: Exchange, name: str) -> float | None:

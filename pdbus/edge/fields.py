@@ -17,12 +17,13 @@ from msgspec import UNSET, Struct
 from pdbus.client import Options
 from pdbus.edge.errors import HttpError, invalid
 from pdbus.edge.exchange import RID_MAX
-from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
+from pdbus.edge.refused import FRONT, OF_AGENTS, REFUSED, REFUSED_BY_GENERATE
 
 MAX_CHOICES = 128  # answers of one HTTP request: prompts times n
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20  # the protocol's limit
 MAX_STOP_TOKEN_IDS = 64  # the protocol's limit
+SESSION_MAX = 128  # characters: the name of an API key may stand before them in a submit
 _T = TypeVar("_T")
 
 
@@ -76,9 +77,10 @@ class OpenAiFields(Sampling, kw_only=True):
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None  # add those that the tokenizer puts around a text
-    user: str | None = None  # accepted without effect, as the next two
+    user: str | None = None  # accepted without effect, as the next
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    session_id: str | None = None  # vLLM's name for the request's session
+    prompt_cache_key: str | None = None  # OpenAI's, where there is no other
     request_id: str | None = None  # vLLM's name for the request's id
     rid: str | None = None  # SGLang's name for it
     bootstrap_room: int | None = None
@@ -206,7 +208,7 @@ def _refuse(request: Any, table: dict[str, tuple[object, ...]], path: str) -> No
         return
     for name, value in zip(request.__struct_fields__[-len(table) :], values, strict=True):
         if value is not UNSET and value not in table[name]:
-            raise invalid(f"{path}{name}", f"{path}{name} is not supported here; leave it out", "unsupported_parameter")
+            raise _unsupported(f"{path}{name}", name in OF_AGENTS)
 
 
 def _wrong(reason: str) -> HttpError:
@@ -216,12 +218,19 @@ def _wrong(reason: str) -> HttpError:
     if what.startswith("Object contains unknown field `"):
         name = what.split("`")[1]
         path = f"{path}.{name}" if path else name
-        return invalid(path, f"{path} is not supported here; leave it out", "unsupported_parameter")
+        return _unsupported(path)
     if what.startswith("Object missing required field `"):
         name = what.split("`")[1]
         path = f"{path}.{name}" if path else name
         return invalid(path, f"{path} is missing", "missing_required_parameter")
+    if path.startswith("messages[") and path.split(".")[1].split("[")[0] in OF_AGENTS:
+        return _unsupported(path, of_agents=True)
     return invalid(path or None, f"{path}: {what[0].lower()}{what[1:]}" if path else what)
+
+
+def _unsupported(path: str, of_agents: bool = False) -> HttpError:
+    instead = FRONT if of_agents else "leave it out"
+    return invalid(path, f"{path} is not supported here; {instead}", "unsupported_parameter")
 
 
 def _passed(kind: type[Sampling]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
@@ -307,6 +316,22 @@ def choices_of(request: Sampling, prompts: int) -> int:
     return n
 
 
+def session_of(request: Sampling) -> str:
+    """Return the session of the body; empty without one."""
+    for name in ("session_id", "prompt_cache_key"):
+        session: str | None = getattr(request, name, None)
+        if session:
+            return checked_session(name, session)
+    return ""
+
+
+def checked_session(name: str, session: str) -> str:
+    """Return `session`. Raises HttpError when it is too long."""
+    if len(session) > SESSION_MAX:
+        raise invalid(name, f"{name}: {SESSION_MAX} characters at most")
+    return session
+
+
 def rid_of(request: OpenAiFields | Generate) -> str:
     """Return the request id of the body; empty without one."""
     named = {name: rid for name in ("rid", "request_id") if (rid := getattr(request, name, None))}
@@ -326,7 +351,8 @@ def message_of(turn: Turn, at: int) -> dict[str, str]:
 
 def _content(turn: Turn, at: int) -> str:
     if turn.role not in ("system", "developer", "user", "assistant"):
-        raise invalid(f"messages[{at}].role", f"messages[{at}].role: {turn.role[:40]!r} is not supported")
+        why = f"messages[{at}].role: {turn.role[:40]!r} is not supported"
+        raise invalid(f"messages[{at}].role", f"{why}; {FRONT}" if turn.role in OF_AGENTS else why)
     if turn.content is None:
         raise invalid(f"messages[{at}].content", f"messages[{at}].content is missing")
     if isinstance(turn.content, str):

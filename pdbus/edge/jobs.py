@@ -44,6 +44,7 @@ class Job:
     include_stop: bool = False
     rooms: list[int] | None = None  # one for each prompt
     rid: str = ""  # of the body; empty: none
+    session: str = ""  # of the body; empty: none
 
     def __post_init__(self) -> None:
         for ids in self.prompts:
@@ -160,6 +161,7 @@ def _openai(
         bool(request.stream), writer,
         usage=(asked.include_usage, asked.continuous_usage_stats) if asked is not None else (False, False),
         include_stop=bool(request.include_stop_str_in_output), rid=fields.rid_of(request),
+        session=fields.session_of(request),
     )  # fmt: skip
 
 

@@ -71,6 +71,10 @@ _HEADERS = [
         type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
     ),
     _header("x-slo-class", "The name of two SLOs that the controller knows.", type="string", maxLength=SLO_CLASS_MAX),
+    _header(
+        "x-session-id", "What the requests of one conversation have in common.",
+        type="string", maxLength=fields.SESSION_MAX,
+    ),
     _header("x-request-priority", "Higher goes first.", type="integer", minimum=-PRIORITY_MAX, maximum=PRIORITY_MAX),
     _header("traceparent", "W3C Trace Context; an invalid value is ignored.", type="string"),
     _header("tracestate", "W3C Trace Context; passed on unchanged.", type="string"),

@@ -6,6 +6,14 @@ remove its line here and add it to `fields.Sampling` under the name of the clien
 
 from __future__ import annotations
 
+FRONT = "pdbus serve --front vllm takes it"
+FRONT_PATHS = ("/v1/responses", "/v1/messages")
+# what agents send, and kinds of messages: vLLM's own server in front of the bus has all of it
+OF_AGENTS = {
+    "tools", "tool_choice", "functions", "function_call", "tool_calls", "tool", "function", "chat_template_kwargs",
+    "reasoning_effort", "reasoning", "reasoning_content", "thinking", "thinking_token_budget",
+}  # fmt: skip
+
 REFUSED: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (None,),
     "audio": (None,),
@@ -73,7 +81,6 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "sampling_logprobs_mode": (None,),
     "separate_reasoning": (None, True),
     "service_tier": (None, "auto", "default"),
-    "session_id": (None,),
     "spaces_between_special_tokens": (None, True),
     "stop_regex": (None,),
     "stop_regex_max_len": (None, 0),

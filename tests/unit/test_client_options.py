@@ -10,6 +10,7 @@ import pytest
 
 from bus.errors import ConfigError
 from bus.wire.codec import decode
+from bus.wire.hashing import block_hashes, pack_hashes, root_of
 from bus.wire.messages import PARAMS, Params, RankState, RankStatus, Status, Submit, TraceContext
 from pdbus.client import AsyncClient, Client
 from pdbus.client.options import (
@@ -69,9 +70,48 @@ def test_what_not_every_rank_knows_is_named_as_a_need() -> None:
     assert [each.needs for each in pair.submits.values()] == [("ebnf",), ("ebnf",)]
 
 
+def test_what_only_an_engine_like_vllm_knows_is_named_as_a_need() -> None:
+    chosen = {
+        "structural_tag": "{}", "choice": ["yes", "no"], "bad_words": [[7], [8, 9]], "allowed_token_ids": [3, 7],
+        "cache_salt": "a", "reasoning_parser": "qwen3", "reasoning_ended": False, "reasoning_parser_kwargs": "{}",
+        "thinking_token_budget": 0, "prompt_logprobs": 0,
+    }  # fmt: skip
+    names = tuple(name for name in chosen if name != "reasoning_parser")
+    assert request([5], leg="unified", **chosen).main.needs == (*names, "parser:qwen3")
+    assert params(leg="unified", seed=1, **chosen) == Params(
+        seed=1, structural_tag="{}", choice=("yes", "no"), bad_words=((7,), (8, 9)), allowed_token_ids=(3, 7),
+        cache_salt="a", reasoning_parser="qwen3", reasoning_ended=False, reasoning_parser_kwargs="{}",
+        thinking_token_budget=0, prompt_logprobs=0,
+    )  # fmt: skip
+
+
+def test_a_salt_parts_the_hashes_of_equal_prompts() -> None:
+    made = [
+        request([1, 2, 3, 4], block_tokens=2, **salt).main for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
+    ]
+    assert len({each.block_hashes for each in made}) == 3
+    assert made[1].block_hashes == pack_hashes(block_hashes([1, 2, 3, 4], 2, root_of("a")))
+
+
+def test_a_session_is_a_part_of_each_submit() -> None:
+    assert request([5]).main.session == ""
+    assert request([5], session="s").main.session == "s"
+    at = controllers_of(None, "ipc:///tmp/pdx/p", "ipc:///tmp/pdx/d")
+    assert [each.session for each in make_request([5], Options(session="s"), at, Drawn()).submits.values()] == [
+        "s",
+        "s",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"session": "x" * 257}, "session: expected"),
+        ({"bad_words": [[]]}, "bad_words: expected"),
+        ({"reasoning_parser": "x" * 26}, "reasoning_parser: expected"),
+        ({"allowed_token_ids": range(16_385)}, "allowed_token_ids: expected"),
+        ({"choice": ["x" * 1025]}, "choice: expected"),
+        ({"prompt_logprobs": 1, "leg": "pair"}, "prompt_logprobs: unified ranks alone"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"min_p": 1.5}, "min_p: expected `float` <= 1"),
         ({"presence_penalty": 3.0}, "presence_penalty: expected `float` <= 2"),

@@ -652,6 +652,19 @@ def test_log_probabilities_come_with_their_tokens_over_attempts_and_gaps() -> No
     assert driver.result.logprobs == likely(*driver.result.ids)
 
 
+def test_log_probabilities_of_the_prompt_come_before_its_first_token() -> None:
+    driver = Driver(leg="unified", prompt_logprobs=1)
+    of_prompt = likely(*range(len(driver.request.prompt) // 4 - 1))
+    driver.accept()
+    for said in ((), of_prompt * 2):
+        driver.receive(Tokens("r", 1, 0, (11,), prompt_logprobs=said), RANK_0.endpoint)
+        assert driver.ids == [], "as good as silent"
+    driver.receive(Tokens("r", 1, 0, (11,), prompt_logprobs=of_prompt), RANK_0.endpoint)
+    driver.receive(Tokens("r", 1, 1, (12, 13, 14), "length"), RANK_0.endpoint)
+    assert driver.result is not None
+    assert (driver.result.ids, driver.result.prompt_logprobs) == ((11, 12, 13, 14), of_prompt)
+
+
 def test_log_probabilities_that_nobody_asked_for_are_not_kept() -> None:
     driver = Driver()
     driver.accept()

@@ -93,6 +93,25 @@ def test_controller_and_ranks_tell_what_they_know_of_a_request_that_is_over() ->
     ]
 
 
+def test_a_session_is_shown_and_is_its_clients_own() -> None:
+    world = pair()
+    for key in ("clients/a", "clients/b"):
+        peer = Known(b"c")
+        peer.key = key
+        world.submit(submit(key[-1], "pair", session="s"), peer=peer)  # type: ignore[arg-type]
+        ask(world, key[-1])
+        for node in (P, D):
+            answer(world, node)
+    shown = [
+        mark.detail
+        for reply in answers(world)
+        for part in reply.parts
+        for mark in part.events
+        if mark.what == "received"
+    ]
+    assert shown == ["10 tokens, session clients/a/s", "10 tokens, session clients/b/s"]
+
+
 def test_a_request_is_found_by_what_its_rid_begins_with_where_none_has_all_of_it() -> None:
     """An edge's client knows no more of it. The newest counts, the others are named."""
     world = pair()

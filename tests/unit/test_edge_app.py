@@ -239,6 +239,36 @@ def test_what_a_request_tells_the_cluster() -> None:
     assert world.client.asked[2][1]["max_tokens"] == 8, "as many as fit behind the prompt"
 
 
+def test_a_session_is_the_headers_or_the_bodys() -> None:
+    world = World()
+    body = chat(session_id="mine", prompt_cache_key="openai's")
+    for headers, said in (({"x-session-id": "header's"}, body), ({}, body), ({}, chat(prompt_cache_key="openai's"))):
+        run(world.post("/v1/chat/completions", said, headers=headers))
+    run(world.post("/v1/chat/completions", chat()))
+    assert [options.get("session") for _, options in world.client.asked] == ["header's", "mine", "openai's", None]
+    answer = run(world.post("/v1/chat/completions", chat(prompt_cache_key="x" * 129)))
+    assert (answer.status, answer.error["param"]) == (400, "prompt_cache_key")
+    answer = run(world.post("/generate", {"text": "x"}, headers={"x-session-id": "x" * 129}))
+    assert (answer.status, answer.error["param"]) == (400, "x-session-id")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat(tools=[{"type": "function"}])),
+        ("/v1/chat/completions", chat(tool_choice="required")),
+        ("/v1/chat/completions", chat(reasoning_effort="low")),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "3"}]}),
+        ("/v1/responses", {}),
+    ],
+)
+def test_what_agents_send_is_refused_with_the_server_that_takes_it(path: str, body: dict[str, Any]) -> None:
+    message = run(World().post(path, body)).error["message"]
+    assert message.endswith("; pdbus serve --front vllm takes it")
+    assert "\n" not in message
+
+
 def test_prompts_are_not_hashed_where_nobody_looks() -> None:
     world = World(seen=status(rank("u", "unified"), uses_hashes=("prefill",)))
     run(world.post("/v1/chat/completions", chat()))

@@ -67,6 +67,15 @@ def test_quotas(tmp_path: Path) -> None:
     assert [ask(), ask()] == [(200, None), (429, "30000")]
 
 
+def test_two_keys_have_no_session_in_common(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\n["b/c"]\nkey = "sk-67890"\n')
+    world = World(api_keys=path)
+    for key in ("sk-12345", "sk-67890"):
+        headers = {"authorization": f"Bearer {key}", "x-session-id": "s"}
+        assert asyncio.run(world.post("/v1/chat/completions", chat(), headers=headers)).status == 200
+    assert [options["session"] for _, options in world.client.asked] == ["a/s", "b%2Fc/s"]
+
+
 def test_a_key_has_a_class_of_slo_and_a_request_may_name_another(tmp_path: Path) -> None:
     path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\nslo_class = "batch"\n[b]\nkey = "sk-67890"\n')
     world = World(api_keys=path)

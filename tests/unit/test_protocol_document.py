@@ -14,7 +14,7 @@ from golden_frames import KINDS, build
 
 from bus.wire import codec, messages
 from bus.wire.codes import Code, is_retryable
-from bus.wire.hashing import block_hashes, pack_hashes
+from bus.wire.hashing import block_hashes, pack_hashes, root_of
 from bus.wire.messages import Table
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +163,15 @@ def test_hashes_of_blocks_are_made_as_the_document_says() -> None:
     second = blake2b(first + struct.pack("<4i", 5, 6, 7, 8), digest_size=8).digest()
     assert pack_hashes(block_hashes(range(1, 10), 4)) == first + second
     assert f"`{first.hex()} {second.hex()}`" in DOCUMENT
+
+
+def test_a_salt_stands_before_the_first_block_as_the_document_says() -> None:
+    """M95: by hashlib and struct alone, as a foreign client would."""
+    root = blake2b(b"tenant-\xc3\xa9", digest_size=8, key=b"cache_salt").digest()
+    first = blake2b(root + struct.pack("<4i", 1, 2, 3, 4), digest_size=8).digest()
+    assert pack_hashes(block_hashes(range(1, 5), 4, root_of("tenant-\xe9"))) == first
+    block = struct.pack("<4i", 1, 2, 3, 4)
+    assert root_of((bytes(8) + block).decode()) != block_hashes(range(1, 5), 4)[0], "no salt is a prefix's name"
 
 
 def test_every_must_has_a_number_and_a_test() -> None:
