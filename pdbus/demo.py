@@ -1,4 +1,4 @@
-"""The demo: real prompts through two prefill and two decode ranks of a real model.
+"""The demo: real prompts through two prefill and two decode ranks (one and one with some engines) of a real model.
 
 Broker and controller run embedded in this process, the ranks as processes of their own. Every answer is then computed
 again in this process alone, and must be equal, token for token. Owns the output; the parts are the ordinary ones.
@@ -41,7 +41,8 @@ HTTP_PORT = 8000
 
 @dataclass(slots=True)
 class Answer:
-    """One prompt and its answer."""
+    """One prompt and its answer so far. `result` is None and `error` empty until it ends; `equal`: the answer computed
+    again is the same; None: not compared."""
 
     prompt: str
     prompt_ids: list[int] = field(default_factory=list)
@@ -53,7 +54,9 @@ class Answer:
 
 
 def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int, verify: bool) -> bool:
-    """Run the demo. Return true if every request completed (and, with `verify`, equals the single-process answer)."""
+    """Run the demo, printing to `console`, and stop its cluster; it blocks for all of it. Return true if every request
+    completed (and, with `verify`, equals the single-process answer). Raises StartError or ConfigError if the cluster
+    does not start."""
     kind = kind_of(engine)
     demo = kind.demo
     assert demo is not None, "the command has checked it"

@@ -1,4 +1,8 @@
-"""`pdbus calibrate`: measure an engine, write its timing file. Owns the command line and what is printed."""
+"""`pdbus calibrate`: measure the duration of an engine's steps in this process, and write a timing file in JSON. Owns
+the command line and what is printed.
+
+With `--check`, it then starts a cluster of two ranks and compares a live run with its replay.
+"""
 
 from __future__ import annotations
 

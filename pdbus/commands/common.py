@@ -57,8 +57,8 @@ tokenizers_option = click.option(
 
 
 class ProgressLine:
-    """One line of progress on stderr. A terminal shows it live; elsewhere a line is printed each `PROGRESS_S`, the
-    first one after as long, or `at_once`."""
+    """One line of progress on stderr. A terminal shows it live; elsewhere a line is printed each PROGRESS_S at most,
+    the first one after as long, or `at_once`."""
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False)
@@ -66,6 +66,7 @@ class ProgressLine:
         self._shown_at = -math.inf if at_once else time.monotonic()
 
     def show(self, line: str) -> None:
+        """Show `line` as the present progress, without control characters."""
         line = cli.printable(line)
         if self._status is not None:
             self._status.update(escape(line))
@@ -75,7 +76,8 @@ class ProgressLine:
 
     @contextmanager
     def showing(self) -> Iterator[ProgressLine]:
-        """Let `show` print while this lasts."""
+        """Keep the line on the terminal inside the `with` block, and remove it at its end; on a terminal, `show`
+        outside of it prints as elsewhere."""
         if not self.console.is_terminal:
             yield self
             return
@@ -87,21 +89,23 @@ class ProgressLine:
 
 
 def curl_line(url: str, model: str) -> str:
-    """Return a curl command that sends a prompt to an edge at `url`."""
+    """Return a curl command that sends a prompt to the HTTP edge at `url`."""
     body = {"model": model, "messages": [{"role": "user", "content": "What is a load balancer?"}]}
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def leave_on_signals(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> None:
-    """Have SIGTERM, and SIGHUP unless it is ignored, end the command as Ctrl-C does, so that it cleans up."""
+    """Have SIGINT, SIGTERM, and SIGHUP unless it is ignored, call `handler`; by default they raise KeyboardInterrupt,
+    as Ctrl-C does, so that the command cleans up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
 
 
 def wait_for_controller(client: Client, address: str, wait_s: float, keys: str) -> Status:
-    """Wait for the controller, with a progress line, and return its status. Raises ConfigError when its host cannot be
-    resolved, and PeerLost when it does not answer within `wait_s`."""
+    """Wait until the controller at `address` answers `client`, with a progress line, and return its status. `keys` is
+    only for the error's text. Raises ConfigError when its host cannot be resolved, and PeerLost when it does not answer
+    within `wait_s` seconds."""
     if reason := unresolved(address):
         raise ConfigError(f"{reason}: check the address {address}")
     began = time.monotonic()

@@ -1,4 +1,5 @@
-"""`pdbus demo`: real prompts through a small cluster with a real model."""
+"""`pdbus demo`: real prompts through a small cluster with a real model; `pdbus.demo` does the work. Exit code 1: a
+request failed or an answer differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`pdbus drain`: a rank, or all ranks of a role, finish their requests and leave."""
+"""`pdbus drain`: a rank, or all ranks of a role, finish their requests and leave; the command waits until they have
+left. A rank that is lost, or still has requests after `--drain-s`, is a StartError."""
 
 from __future__ import annotations
 
@@ -82,6 +83,6 @@ def _find(status: Status, instance: str, dp_rank: int) -> RankStatus | None:
 
 
 def silence_of(rank: RankStatus) -> str:
-    """Return in words how long a lost rank has been silent."""
+    """Return in words how long a lost rank has been silent, by the age of its last load report."""
     age_s = rank.report_age_s
     return "it never reported" if age_s < 0 else f"it has been silent for {age_s:.0f} s"

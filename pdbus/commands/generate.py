@@ -1,5 +1,5 @@
 """`pdbus generate`: sends one prompt, streams the answers to stdout one after another, and prints a line of facts for
-each on stderr."""
+each on stderr. With --json, each answer is one object at its end, and so is an error."""
 
 from __future__ import annotations
 

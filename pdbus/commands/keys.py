@@ -1,4 +1,5 @@
-"""`pdbus keys`: make, list and revoke the CURVE keys of a cluster's parts and of its clients."""
+"""`pdbus keys`: make, list and revoke the CURVE keys (encryption of ZeroMQ) of a cluster's parts and of its clients, in
+a directory. Owns the command line; `bus.runtime.keys` has the files."""
 
 from __future__ import annotations
 

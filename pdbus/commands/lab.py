@@ -1,4 +1,5 @@
-"""The common part of the lab's commands: options for its settings, traces, and runs with progress."""
+"""The common part of `pdbus replay` and `pdbus plan`: options for the lab's settings, traces (recorded or generated
+requests), and runs with progress."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ GENERATED_S = 600.0
 
 
 def option(*names: str, **settings: Any) -> Decorator:
+    """Return a click option that shows its default, unless `show_default` is given."""
     return click.option(*names, show_default=settings.pop("show_default", True), **settings)
 
 
@@ -37,12 +39,14 @@ def setting(name: str, text: str) -> Decorator:
 
 
 def timing_option(command: Any) -> Any:
+    """Add the option `--timing` to a command."""
     text = f"The duration of a step: {', '.join(TIMINGS)}, or a file of pdbus calibrate."
     return option("--timing", default="h100-8b", metavar="NAME|FILE", help=text)(command)
 
 
 def timing_settings(name: str, scale: float) -> dict[str, Any]:
-    """Return the LabConfig settings that `--timing` and `--timing-scale` give."""
+    """Return the LabConfig settings that `--timing` (`name`: a built-in timing, or a file) and `--timing-scale` give.
+    Raises ConfigError for a file that cannot be read."""
     if name in TIMINGS:
         return {"timing": TIMINGS[name].scaled(scale)}
     found = read_timing(name)
@@ -51,7 +55,8 @@ def timing_settings(name: str, scale: float) -> dict[str, Any]:
 
 
 def run_virtual(runs: Sequence[Run], jobs: int, console: Console) -> list[Result]:
-    """Run `runs` with progress: one changing line on a terminal; elsewhere a line for each run that ends."""
+    """Run `runs`, `jobs` at a time, and return their results in the same order. It blocks, with progress on `console`:
+    one changing line on a terminal; elsewhere a line for each run that ends."""
     progress = Progress([str(run) for run in runs])
     longest = max(len(run.trace) for run in runs)
     at_once = min(jobs, len(runs))
@@ -72,7 +77,9 @@ def run_virtual(runs: Sequence[Run], jobs: int, console: Console) -> list[Result
 
 
 def traces_of(path: Path | None, duration_s: float | None, seeds: range) -> list[Trace]:
-    """Return one trace for each seed. With a file it is the same trace; the seed draws its jitter later."""
+    """Return one trace for each seed: generated ones of `duration_s` seconds (None: GENERATED_S), or the file `path`,
+    the same for each seed (the seed draws its jitter later), of which only the first `duration_s` seconds are used.
+    Raises ConfigError."""
     if duration_s is not None and not 1 <= duration_s <= 1e7:
         raise ConfigError(f"--duration-s must lie between 1 and 1e7, not {duration_s}")
     if path is None:

@@ -1,4 +1,5 @@
-"""`pdbus plan`: finds the best use of a number of ranks for a trace. Owns the command line and the output."""
+"""`pdbus plan`: finds the best use of a number of ranks for a trace, in virtual time. Owns the command line and the
+output; `pdbus.lab.plan` searches."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def plan(trace: Path | None, **options: Any) -> None:
 
 
 def table_of(found: Plan, shown: Sequence[str]) -> Table:
-    """Return a table with a row for each choice, the best first; `shown` are fields of `Summary`."""
+    """Return a table with a row for each choice run with all seeds, the best first; `shown` are fields of `Summary`."""
     table = Table(box=SIMPLE_HEAD)
     for heading in ("prefill\n+ decode", "prefill\nmethod", "decode\nmethod", "queue\norder"):
         table.add_column(heading, no_wrap=True)
@@ -117,8 +118,8 @@ def table_of(found: Plan, shown: Sequence[str]) -> Table:
 
 
 def json_of(found: Plan) -> dict[str, Any]:
-    """Return the plan for JSON output: means over seeds, and half the width of their 95 % intervals (null with one
-    seed)."""
+    """Return the plan for JSON output: for each choice its settings, means over seeds, and half the width of their 95 %
+    intervals (None with one seed)."""
 
     def row(each: Found) -> dict[str, Any]:
         figures: dict[str, Any] = {}
@@ -132,7 +133,7 @@ def json_of(found: Plan) -> dict[str, Any]:
 
 
 def command_of(found: Found, config: LabConfig) -> str:
-    """Return the command line of a controller for this choice."""
+    """Return the command line of a controller that runs this choice; options at their defaults are left out."""
     choice = found.choice
     order = f" --queue-order slo --ttft-slo-s {config.slo_ttft_s:g}" if choice.queue_order == "slo" else ""
     order += f" --tpot-slo-s {config.slo_tpot_s:g}" if choice.tpot_admission else ""

@@ -1,4 +1,5 @@
-"""`pdbus status`: every rank as its controller sees it, and the broker's counts."""
+"""`pdbus status`: every rank as its controller sees it, and the broker's counts, as a table or JSON. Exit code 1: a
+rank or role that should serve does not."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def status(controller: str, bus: str, as_json: bool, watch_s: float | None, keys
 
 def as_dict(seen: Status, broker: BrokerStatus | None) -> dict[str, Any]:
     """Return the status for JSON output: fields by name, as in docs/protocol.md; `trouble` has a sentence for each
-    fault."""
+    fault, `broker` is None if it did not answer."""
     broker_named = _named(broker) if broker is not None else None
     return {"trouble": trouble_of(seen), "controller": _named(seen), "broker": broker_named}
 
@@ -153,7 +154,8 @@ def _print(console: Console, line: str, style: str = "") -> None:
 
 
 def ranks_table(ranks: Sequence[RankStatus], console: Console) -> tuple[Table, list[str]]:
-    """Return a table with a row for each rank and as many columns as fit, and the names of the columns left out."""
+    """Return a table with a row for each rank and as many columns as fit into the console's width, and the names of the
+    columns left out."""
     in_order = sorted(ranks, key=lambda rank: (rank.role != "prefill", rank.instance, rank.dp_rank))
     rows = [_row(rank) for rank in in_order]
     names = list(COLUMNS)

@@ -1,4 +1,5 @@
-"""`pdbus targets`: the metrics addresses of all parts, for Prometheus."""
+"""`pdbus targets`: the metrics addresses of all parts, for Prometheus: printed once, or kept in a file until the
+command is ended."""
 
 from __future__ import annotations
 

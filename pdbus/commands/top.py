@@ -1,4 +1,5 @@
-"""`pdbus top`: a live view of a cluster. Owns its options and the loop over keys and updates."""
+"""`pdbus top`: a live view of a cluster in the terminal, until `q` or Ctrl-C. Owns its options and the loop over keys
+and updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pdbus trace RID`: the life of one request, hop by hop."""
+"""`pdbus trace RID`: the life of one request, hop by hop. A request that no part remembers is a BusError."""
 
 from __future__ import annotations
 

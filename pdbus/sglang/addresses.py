@@ -17,19 +17,21 @@ _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def beside(bootstrap: str) -> str:
-    """Return the bus of the prefill server with this bootstrap address (`host:port`, IPv6 in brackets) of a request."""
+    """Return the bus of the prefill server with this bootstrap address (`host:port`, IPv6 in brackets) of a request.
+    Raises ConfigError for an invalid address, or a port too high for STEP more."""
     host, _, port = bootstrap.rpartition(":")
     return _at(host.strip("[]"), port)
 
 
 def near(host: str, port: int) -> str:
-    """Return the bus as seen from the machine itself, where a wildcard becomes the loopback address."""
+    """Return the bus of this machine's own prefill server; `host` and `port` are those of its bootstrap server, where a
+    wildcard becomes the loopback address. Raises ConfigError as `beside` does."""
     return _at(_ANY.get(host.strip("[]"), host.strip("[]")), str(port))
 
 
 def to_bind(host: str, port: int, resolve: Callable[[str], str]) -> str:
-    """Return the address that the broker binds. ZeroMQ binds numbers, not names: `resolve` gives the number of a
-    name."""
+    """Return the address that the broker binds; `host` and `port` are those of the bootstrap server. ZeroMQ binds
+    numbers, not names: `resolve` gives the number of a name. Raises ConfigError as `beside` does."""
     host = host.strip("[]") or "0.0.0.0"
     try:
         ipaddress.ip_address(host)
@@ -39,7 +41,8 @@ def to_bind(host: str, port: int, resolve: Callable[[str], str]) -> str:
 
 
 def of_file(nonce: int) -> str:
-    """Return a socket file on this machine, for a server whose rooms no other server asks for."""
+    """Return the address of a socket file on this machine, named by `nonce` (the number of the server's start), for a
+    server whose rooms no other server asks for."""
     return check_base(f"ipc://{runtime_dir()}/sglang-{nonce:016x}")
 
 

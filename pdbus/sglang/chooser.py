@@ -1,10 +1,11 @@
-"""Chooses the rank of a server for each request: a balancer, and the liveness of ranks. Pure; time is an argument.
+"""Chooses the rank of an SGLang server for each request, in its DP controller: a balancer, and the liveness of ranks.
+Pure; time is an argument in seconds.
 
-The ranks are opened at the start, by the nonce that they share with the DP controller, so no message is needed
-before the first dispatch. What they publish then overwrites what is believed of them. This controller never learns that
-a request is over, only that it was taken in: from then on the rank's own reports count it. That is its end for the
-policy (`Policy.ended`): code `ok`, no output tokens, and the seconds from its dispatch to the report that acknowledged
-it.
+The ranks are opened at the start, by the nonce (the number of the server's start) that they share with the DP
+controller, so no message is needed before the first dispatch. What they publish then overwrites what is believed of
+them. This controller never learns that a request is over, only that it was taken in: from then on the rank's own
+reports count it. That is its end for the policy (`Policy.ended`): code `ok`, no output tokens, and the seconds from its
+dispatch to the report that acknowledged it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class _Sent(NamedTuple):
 
 
 class Chooser:
-    """Chooses among the `dp_size` ranks of `instance`; `block_tokens` is the size of their KV pages."""
+    """Chooses among the `dp_size` ranks of one server (`instance`). `block_tokens` is the size of their KV pages (0:
+    unknown, prefixes are not hashed). A rank without publications for `lease_s` seconds is silent and not picked.
+    `left` has the ranks that have left the bus. For one thread at a time."""
 
     def __init__(
         self,
@@ -79,8 +82,8 @@ class Chooser:
     # --- messages --------------------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> int | None:
-        """Handle a publication of one of these ranks, or a beacon of the broker. Return the rank that leaves by it, if
-        any; after that no rank is picked here."""
+        """Handle a publication of one of these ranks, or a beacon (sign of life) of the broker; ignore others. Return
+        the rank that leaves the bus by it, None for none; after that `pick` returns None for every request."""
         if isinstance(message, Beacon):
             self._note_bus(now)
             return None
@@ -106,11 +109,12 @@ class Chooser:
         self._health.loads_at = now
 
     def changed(self, dp_rank: int, changes: Changes) -> None:
-        """Pass a rank's KV events to the balancer."""
+        """Note changes of a rank's prefix cache."""
         self._balancer.cache(self.ranks[dp_rank], changes)
 
     def tick(self, now: float) -> list[tuple[int, bool]]:
-        """Check the ranks, several times a lease. Return those that became silent (False) or are back (True)."""
+        """Check which ranks are silent; call it several times a lease. Return the ranks that became silent (False) or
+        are back (True) since the last call."""
         turned = []
         for rank in self.ranks:
             self._health.seen(rank.key, now)  # there is no connection of its own to be lost
@@ -127,8 +131,8 @@ class Chooser:
     # --- what is dispatched ---------------------------------------------------------------------------------------
 
     def pick(self, request: Any, able: Collection[int], now: float) -> int | None:
-        """Pick and charge a rank for SGLang's tokenized `request`, one of `able` (those that SGLang counts as active).
-        Returns None where none of these is known to live, or after a rank has left the bus; SGLang then picks
+        """Pick a rank for SGLang's tokenized `request`, one of `able` (those that SGLang counts as active), and count
+        the request there. None: none of these is known to live, or a rank has left the bus; SGLang then picks
         itself."""
         if self.left:
             return None
@@ -141,7 +145,7 @@ class Chooser:
         return self._keep(submit, placed) if placed.legs else None
 
     def chosen(self, request: Any, dp_rank: int, now: float) -> None:
-        """Count a `request` that was routed to `dp_rank` without a pick here."""
+        """Count a `request` that SGLang sends to `dp_rank` without a pick here."""
         submit = self._submit(request)
         self._keep(submit, self._balancer.place(submit, now, at=((self._role, self.ranks[dp_rank]),)))
 

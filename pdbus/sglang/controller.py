@@ -1,4 +1,5 @@
-"""The hooks in the DP controller's process: our choice of a rank in `dispatching`, and an event loop that sleeps.
+"""The hooks in the process of SGLang's DP controller, which distributes requests over data-parallel ranks: our choice
+of a rank in `dispatching`, and an event loop that sleeps.
 
 Only the choice is replaced; SGLang's sockets still carry its own objects. A thread reads the bus (`watch`) and shares a
 lock with the choices.
@@ -36,7 +37,9 @@ log = get_logger("sglang")
 
 
 class Dispatching:
-    """Chooses and sends for one DataParallelController; after an error of ours its own `dispatching` is used."""
+    """Replaces one DataParallelController's `dispatching`: it chooses a rank and sends. Where it has no rank, or after
+    an error of ours, SGLang's own `dispatching` is used for that request. `send(worker's socket, request)` is
+    SGLang's."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Dispatching:
         self._failing = False
 
     def __call__(self, request: Any) -> None:
-        """Dispatch a request, in place of DataParallelController.dispatching."""
+        """Dispatch a request, on the thread of SGLang's loop. A request with a `routed_dp_rank` goes to that rank."""
         controller = self._controller
         if request.routed_dp_rank is not None:  # a router's choice; SGLang refuses a rank that is not active
             controller.maybe_external_dp_rank_routing(request)
@@ -71,16 +74,19 @@ class Dispatching:
             self._send(controller.workers[rank], request)
 
     def on_message(self, message: Message, now: float) -> None:
+        """Pass on a publication of the bus; called on the watch's thread."""
         with self.lock:
             left = self._chooser.on_message(message, now)
         if left is not None:
             log.warning("pdbus.dispatch.by_sglang", why=f"rank {left} has left the bus")
 
     def changed(self, key: MemberKey, changes: Changes) -> None:
+        """Pass on changes of a rank's prefix cache; called on the watch's thread."""
         with self.lock:
             self._chooser.changed(key[1], changes)
 
     def tick(self, now: float) -> None:
+        """Have silent ranks found and logged; called on the watch's thread."""
         with self.lock:
             turned = self._chooser.tick(now)
         for dp_rank, ready in turned:
@@ -99,7 +105,8 @@ class Dispatching:
 
 
 class ControllerSide:
-    """The hooks in the DP controller's process."""
+    """The hooks in the DP controller's process; SGLang calls them instead of its own functions. None raises an error of
+    ours."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -107,12 +114,14 @@ class ControllerSide:
         self.chooser: Chooser | None = None
 
     def stop(self) -> None:
-        """Stop the thread, for tests; otherwise it ends with the process."""
+        """Stop the thread that reads the bus, for tests; otherwise it ends with the process."""
         if self.watch is not None:
             self.watch.stop()
 
     def make_controller(self, original: Callable[..., None], controller: Any, *args: Any, **kwargs: Any) -> None:
-        """Run around DataParallelController.__init__, which returns when all ranks of this machine are up."""
+        """Run SGLang's DataParallelController.__init__ (`original`), which returns when all ranks of this machine are
+        up; then replace its `dispatching` by ours and start to read the bus. Where that fails, SGLang goes on as
+        without us."""
         original(controller, *args, **kwargs)
         if not hasattr(controller, "recv_from_tokenizer"):
             return  # the controller of another machine dispatches
@@ -159,7 +168,8 @@ class ControllerSide:
 
     @staticmethod
     def event_loop(_original: Callable[[Any], None], controller: Any) -> None:
-        """Replace DataParallelController.event_loop, which polls its socket without pause; this one waits."""
+        """Replace DataParallelController.event_loop, which polls its socket without pause; this one waits for requests.
+        It never returns."""
         from sglang.srt.managers.io_struct import sock_recv
 
         socket = controller.recv_from_tokenizer

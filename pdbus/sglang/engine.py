@@ -23,7 +23,7 @@ _ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
 
 
 def sources() -> Path:
-    """Return the folder of SGLang's runtime."""
+    """Return the folder of SGLang's runtime (`sglang/srt`); the working directory if SGLang is not installed."""
     spec = find_spec("sglang")
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(places[0]) / "srt" if places else Path()
@@ -35,12 +35,13 @@ def rust_server() -> bool:
 
 
 def imported(module: str) -> bool:
+    """Return true if this process has imported the module (its name below `sglang.srt`)."""
     return f"sglang.srt.{module}" in sys.modules
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """The server that this process belongs to."""
+    """The SGLang server that this process belongs to, by its settings."""
 
     role: Role
     dp_size: int
@@ -75,7 +76,8 @@ class Server:
         return self.head.rpartition(":")[0] if self.head else self.host
 
     def bus(self, settings: Settings) -> str:
-        """Return the bus of this server's ranks. Raises ConfigError where it cannot be derived."""
+        """Return the address of the bus of this server's ranks: the one in `settings`, or a derived one. Raises
+        ConfigError where it cannot be derived."""
         if settings.bus:
             return settings.bus
         if self.role == "prefill":
@@ -85,7 +87,8 @@ class Server:
         return addresses.of_file(settings.nonce)
 
     def own_broker(self, settings: Settings) -> str:
-        """Return the address that this server's broker binds; empty: the server starts none."""
+        """Return the address that this server's main process binds a broker to; empty: it starts none. Raises
+        ConfigError where it cannot be derived."""
         if settings.bus or self.dp_size == 1 or (self.role != "prefill" and self.nodes > 1):
             return ""
         if self.role == "prefill":
@@ -94,7 +97,7 @@ class Server:
 
 
 def server() -> Server:
-    """Return the server of this process, which must have its configuration already."""
+    """Return the server of this process. SGLang must have set its configuration in this process already."""
     from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
 
     parallel, disagg = get_parallel(), get_disagg()
@@ -118,27 +121,28 @@ def left_to_sglang(view: Any) -> bool:
 
 
 def dp_rank() -> int:
-    """Return the dp_rank of this scheduler."""
+    """Return the rank number of this scheduler process."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().dp_rank or 0)
 
 
 def speaks(scheduler: Any) -> bool:
-    """Return true if this process represents its rank: the one that gets requests from the DP controller and publishes
-    load."""
+    """Return true if this process represents its rank (which may have several): the one that gets requests from the DP
+    controller and publishes load."""
     return scheduler.load_snapshot_writer is not None
 
 
 def page_size(controller: Any) -> int:
-    """Return the tokens in a page of the ranks' KV caches."""
+    """Return the tokens in a page of the ranks' KV caches; 0: unknown."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     return int(resolving_view(controller.server_args).page_size or 0)
 
 
 def kv_events(controller: Any, instance: str, here: Server) -> EngineSettings | None:
-    """Return where the ranks publish KV events (--kv-events-config); None if they do not, or not over tcp."""
+    """Return where the ranks publish changes of their prefix caches (--kv-events-config); None if they do not, not over
+    tcp, or on several machines."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.disaggregation.kv_events import KVEventsConfig
 

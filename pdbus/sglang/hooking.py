@@ -37,9 +37,9 @@ class Sides(NamedTuple):
 
 
 def hook(environ: MutableMapping[str, str]) -> Sides | None:
-    """Hook this process as `environ` says, and store there what child processes need. Returns None where nothing was
-    hooked; the first process logs the reason. That is the main process, or a `multiprocessing` child in which a program
-    starts a server."""
+    """Hook this process as `environ` says, and store there what child processes need. Return the hooks; None where
+    nothing was hooked. The first process logs the reason: the main process, or a `multiprocessing` child in which a
+    program starts a server."""
     heir = multiprocessing.parent_process() is not None and CHECKED in environ
     if heir and not environ[CHECKED]:
         return None

@@ -7,7 +7,8 @@ import os
 
 
 def load() -> None:
-    """Load the plugin if it is on: the entry point of the group `sglang.srt.plugins`."""
+    """Load the plugin into this process if it is on: the entry point of the group `sglang.srt.plugins`. It raises
+    nothing of ours."""
     if os.environ.get("PDBUS_SGLANG") or os.environ.get("PDBUS_SGLANG_METHOD"):
         from pdbus.sglang.hooking import hook
 

@@ -1,4 +1,5 @@
-"""A rank's own side: the requests that it has ingested, its load reports, and the rooms that it prefills.
+"""An SGLang rank's own side on the bus: the requests that it has ingested, its load reports, and the rooms that it
+prefills (a room is SGLang's number of a request, by which the decode rank finds the prefill rank).
 
 Runs on the scheduler's thread and never blocks it. The bus has a thread of its own (`bus.Publisher`), and so has
 `HttpRooms`, which registers rooms with SGLang's HTTP server while the broker is silent.
@@ -25,7 +26,8 @@ log = get_logger("sglang")
 
 
 class Bus(Protocol):
-    """The part of `bus.Publisher` that is used here."""
+    """The part of `bus.Publisher` that is used here: `silent_s` is the seconds since the broker's last sign of life,
+    `register` and `drop` publish rooms, `report` a load."""
 
     @property
     def silent_s(self) -> float: ...
@@ -40,13 +42,17 @@ def fits(room: object) -> bool:
 
 
 def charge_of(request: Any) -> int:
-    """Return the tokens of a request's prompt."""
+    """Return the number of the prompt's tokens; SGLang's ranks and DP controller count requests by it."""
     return len(request.input_ids or ())
 
 
 def load_of(snapshot: Any, step: int, ack: Ack | None) -> Load:
-    """Return SGLang's LoadSnapshot as our Load. Its `num_total_tokens` are held tokens and those of all waiting
-    prompts. The rest of a prompt that is computed in chunks is only in `num_waiting_uncached_tokens`."""
+    """Return SGLang's LoadSnapshot as our Load, not numbered; `step` counts changes, `ack` are the requests ingested so
+    far (None: not acknowledged).
+
+    SGLang's `num_total_tokens` are held tokens and those of all waiting prompts. The rest of a prompt that is computed
+    in chunks is only in `num_waiting_uncached_tokens`.
+    """
     held = int(snapshot.num_used_tokens)
     waiting_tokens = max(int(snapshot.num_total_tokens) - held, int(snapshot.num_waiting_uncached_tokens), 0)
     return Load(
@@ -65,8 +71,9 @@ def load_of(snapshot: Any, step: int, ack: Ack | None) -> Load:
 
 
 class Rank:
-    """One rank on the bus. `nonce` is 0 where DP controller and ranks share none; then nothing is acknowledged.
-    `http(address, room)` registers a room with SGLang's own server: `always`, or while the broker is silent."""
+    """One rank on the bus. `nonce` is the number of the server's start, which the DP controller shares; 0: it does not,
+    and nothing is acknowledged. `http(address, room)` registers a room with SGLang's own server: `always`, or while the
+    broker is silent; None: never."""
 
     def __init__(
         self, bus: Bus, nonce: int, *, http: Callable[[str, int], None] | None = None, always: bool = False
@@ -84,17 +91,18 @@ class Rank:
 
     @property
     def broker_alive(self) -> bool:
-        """True while the broker is alive."""
+        """True if the broker has given a sign of life within BROKER_LOST_S."""
         return self._bus.silent_s < BROKER_LOST_S
 
     def ingested(self, tokens: int) -> None:
-        """Count an ingested request of `tokens` tokens."""
+        """Count a request with `tokens` prompt tokens that SGLang has taken in; the next report acknowledges it."""
         self._dispatches += 1
         self._tokens += tokens
 
     def report(self, snapshot: Any) -> None:
-        """Report the load when SGLang's loop publishes its own: `snapshot`, or None where it published none. An idle
-        rank calls this all the time, so an unchanged load is not sent again (the publisher repeats it itself)."""
+        """Publish the load; called each time SGLang's loop publishes its own. `snapshot` is that one, None where it
+        published none. An unchanged load is not sent again (the publisher repeats it itself). While the broker is
+        silent, also register all rooms over HTTP."""
         if self.rooms and not self.broker_alive:
             for room, address in self.rooms.items():
                 self._register_by_http(room, address)
@@ -108,7 +116,8 @@ class Rank:
             self._bus.report(self._last)
 
     def register(self, room: int, address: str) -> None:
-        """Register `room`, which is prefilled here; `address` is the bootstrap address of its request."""
+        """Publish that `room` is prefilled here; `address` is the bootstrap address of its request. A number that the
+        bus cannot carry is registered over HTTP alone."""
         if fits(room):
             self.rooms[room] = address
             self._bus.register(room)
@@ -116,7 +125,8 @@ class Rank:
             self._register_by_http(room, address)
 
     def drop(self, room: int, *, failed: bool) -> None:
-        """Drop `room`, which SGLang has released; after a failure, the ranks that wait for it are notified."""
+        """Publish that `room` is no longer here; SGLang has released it. With `failed`, the ranks that wait for it are
+        notified. An unknown room is ignored."""
         self._by_http.discard(room)
         if self.rooms.pop(room, None) is not None:
             self._bus.drop(room, code="prefill_failed" if failed else "ok")
@@ -128,7 +138,8 @@ class Rank:
 
 
 class HttpRooms:
-    """Registers rooms of `dp_rank` at SGLang's bootstrap servers, one after another, on a thread of its own."""
+    """Registers rooms of rank `dp_rank` at SGLang's bootstrap servers over HTTP, one after another, on a thread of its
+    own. A failure is logged, not repeated."""
 
     def __init__(self, dp_rank: int) -> None:
         self._dp_rank = dp_rank
@@ -138,7 +149,8 @@ class HttpRooms:
         self._thread: threading.Thread | None = None
 
     def __call__(self, address: str, room: int) -> None:
-        """Enqueue `room`; it is left out if the queue is full."""
+        """Enqueue `room` for the server at `address` (`host:port`), without waiting; if the queue is full it is left
+        out, and that is logged."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pdbus-sglang-http", daemon=True)
             self._thread.start()

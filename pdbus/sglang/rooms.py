@@ -1,4 +1,5 @@
-"""A decode rank's side: where rooms are prefilled, which rooms are lost, and which prefill ranks have died.
+"""An SGLang decode rank's side: where rooms are prefilled, which rooms are lost, and which prefill ranks have died. A
+room is SGLang's number of a request, by which its decode rank finds its prefill rank.
 
 There is one `PrefillBus` for each bus that requests name, made at its first use. It is called on the scheduler's
 thread; only SGLang's own query blocks, and it is used only where the bus cannot answer.
@@ -28,7 +29,9 @@ REASONS: dict[str, str] = {
 
 
 class Finder(Protocol):
-    """The part of `bus.Resolver` that is used here."""
+    """The part of `bus.Resolver` that is used here: `want` asks for rooms in the background, for `deadline_s` at most;
+    `poll` and `lost` return what was found or given up since their last call; `silent_s` is the seconds since the
+    broker's last sign of life."""
 
     @property
     def silent_s(self) -> float: ...
@@ -49,7 +52,7 @@ class RankLiveness:
         self._bus_since = float("-inf")
 
     def on_message(self, message: Message, now: float) -> None:
-        """Handle any message of the bus."""
+        """Note any message of the bus: a sign of life of the bus, and of the rank that sent it. `now` is in seconds."""
         if not isinstance(message, Beacon | Member | LoadReport | Rooms):
             return
         if now - self._bus_at > PAUSE_S:
@@ -64,7 +67,7 @@ class RankLiveness:
 
     @property
     def left(self) -> bool:
-        """True if there are ranks that have left the bus."""
+        """True if some rank has left the bus in order and is not back."""
         return bool(self._left)
 
     def expect(self, key: MemberKey, now: float) -> None:
@@ -73,7 +76,8 @@ class RankLiveness:
         self._last_at.setdefault(key, now)
 
     def lost(self) -> frozenset[MemberKey]:
-        """Return the lost ranks. They are forgotten after an hour."""
+        """Return the ranks silent for more than `lost_s`, without those that left in order. Ranks are forgotten after
+        an hour of silence."""
         last = list(self._last_at.items())
         for key, at in last:
             if self._bus_at - at > FORGET_S:
@@ -84,8 +88,8 @@ class RankLiveness:
 
 
 class PrefillBus:
-    """The rooms of one bus. `shared` says that the bus is not a prefill server's own, so some servers may not be on
-    it."""
+    """The rooms of one bus. A room that no rank has registered for `room_s` seconds is lost. `shared` says that the bus
+    is not a prefill server's own, so some servers may not be on it; their rooms are asked for over HTTP."""
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class PrefillBus:
 
     @property
     def broker_alive(self) -> bool:
-        """True while the broker is alive."""
+        """True if the broker has given a sign of life within BROKER_LOST_S."""
         return self._finder.silent_s < BROKER_LOST_S
 
     @property
@@ -119,7 +123,9 @@ class PrefillBus:
         return self.broker_alive or self._clock() - self._began < BROKER_LOST_S
 
     def find(self, rooms: Sequence[int], query: Query) -> dict[str, int]:
-        """Return the known prefill ranks of `rooms`, which are all rooms that wait here."""
+        """Return the ranks of those `rooms` that are known by now, the room as text. `rooms` must be all rooms that
+        wait here, at each call; others are forgotten. It waits only for `query`, SGLang's own question over HTTP, for
+        rooms that the bus cannot answer."""
         odd = [room for room in rooms if not fits(room)]
         mine = [room for room in rooms if fits(room)]
         fresh = [room for room in mine if room not in self._wanted]
@@ -144,8 +150,8 @@ class PrefillBus:
         return ranks
 
     def lost(self) -> dict[int, str]:
-        """Return the rooms given up since the last call, with the reasons; none while the broker is silent, when they
-        are asked for again."""
+        """Return the rooms given up since the last call, with the reason in words. Empty while the broker is silent;
+        `find` then asks for them again."""
         lost, self._lost = self._lost, {}
         for room in lost:
             self._settle(room)
@@ -158,7 +164,7 @@ class PrefillBus:
         }
 
     def where(self, room: int) -> MemberKey | None:
-        """Return the prefill rank where `room` was found."""
+        """Return the prefill rank where `room` was found; None: not found, or long ago."""
         return self._where.get(room)
 
     def _collect(self, rooms: Iterable[int]) -> None:

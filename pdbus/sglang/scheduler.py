@@ -1,4 +1,5 @@
-"""The hooks in a scheduler's process: a prefill rank publishes, a decode rank finds and gives up rooms.
+"""The hooks in an SGLang scheduler's process (one of a rank): a prefill rank publishes its rooms, a decode rank finds
+the rooms that it waits for and gives up lost ones. A room is SGLang's number of a request.
 
 A thin layer: `rank` and `rooms` decide. After an error of ours, SGLang's own way is used from then on, and the log says
 so once.
@@ -44,6 +45,7 @@ class Decoding:
         self.rooms = PrefillBus(self._resolver, lives, room_s=settings.room_s, shared=bool(settings.bus))
 
     def start(self) -> Decoding:
+        """Start its two threads. Raises BusError if one cannot start; then none runs."""
         self._resolver.start()
         try:
             self._watch.start()
@@ -53,12 +55,15 @@ class Decoding:
         return self
 
     def stop(self) -> None:
+        """Stop its threads."""
         self._watch.stop()
         self._resolver.stop()
 
 
 class SchedulerSide:
-    """The hooks in one scheduler process. Its rank joins the bus when SGLang's loop first publishes a load."""
+    """The hooks in one scheduler process; SGLang calls them on its loop's thread. `original` is SGLang's own function
+    where a hook runs around it. The rank joins the bus when SGLang's loop first publishes a load. No hook raises an
+    error of ours."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -84,7 +89,8 @@ class SchedulerSide:
     # --- the rank itself ----------------------------------------------------------------------------------------------
 
     def count(self, scheduler: Any, request: Any, **_also: Any) -> None:
-        """Count a request, before Scheduler.handle_generate_request and the one for embeddings."""
+        """Count a request as taken in by this rank, before Scheduler.handle_generate_request and the one for
+        embeddings. Health checks do not count."""
 
         def ingested(rank: Rank) -> None:
             if not engine.is_health_check(request):
@@ -94,13 +100,13 @@ class SchedulerSide:
             self._do(ingested)
 
     def report(self, snapshot: Any, scheduler: Any, force: bool = False) -> None:
-        """Report the load, after Scheduler.publish_load_snapshot."""
+        """Publish the load (None: SGLang published none), after Scheduler.publish_load_snapshot."""
         if self._is_up(scheduler):
             self._do(lambda rank: rank.report(snapshot))
 
     def register_room(self, original: Callable[[Any], None], sender: Any) -> None:
-        """Register a room, around CommonKVSender._register_prefill_dp_rank. SGLang calls it in each process of a rank;
-        one call is enough."""
+        """Publish that a room is prefilled here, around CommonKVSender._register_prefill_dp_rank. SGLang calls it in
+        each process of a rank; only the first one does anything. Off the bus, the room is registered over HTTP."""
         manager = sender.kv_mgr
         if manager.attn_tp_rank or manager.attn_cp_rank or manager.pp_rank:
             return
@@ -111,7 +117,7 @@ class SchedulerSide:
             original(sender)
 
     def drop_room(self, _result: None, sender: Any) -> None:
-        """Drop a room, after CommonKVSender.clear."""
+        """Publish that a room is no longer here, after CommonKVSender.clear."""
         if self.rank is not None:
             from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -193,8 +199,8 @@ class SchedulerSide:
     def find_rooms(
         self, original: Callable[[str, list[int]], dict[str, int]], bootstrap_addr: str, bootstrap_rooms: list[int]
     ) -> dict[str, int]:
-        """Find rooms, around CommonKVReceiver.query_prefill_dp_ranks. On another thread it is a prefetch of SGLang's
-        own way."""
+        """Return the ranks of the rooms that are known, around CommonKVReceiver.query_prefill_dp_ranks. Only SGLang's
+        own query blocks; a call on another thread is a prefetch and always uses it."""
         decoding = self._of(bootstrap_addr) if threading.get_ident() == self._thread else None
         if decoding is None:
             return original(bootstrap_addr, bootstrap_rooms)
@@ -206,16 +212,16 @@ class SchedulerSide:
             return original(bootstrap_addr, bootstrap_rooms)
 
     def prefetch_rooms(self, original: Callable[[Any], None], queue: Any) -> None:
-        """Prefetch rooms, around DecodePreallocQueue.prefetch_prefill_dp_rank_queries, which asks over HTTP from other
-        threads. The bus needs no prefetch, so this is for servers without one."""
+        """Leave out SGLang's DecodePreallocQueue.prefetch_prefill_dp_rank_queries, which asks over HTTP from other
+        threads, unless a room waits for a server that the bus does not answer for."""
         waiting = {receiver.bootstrap_addr for receiver in _receivers(queue.pending_reqs)}
         decodings = [self._decoding[address] for address in waiting if address in self._decoding]
         if not all(decoding is not None and decoding.rooms.asked for decoding in decodings):
             original(queue)
 
     def resolve_pending(self, original: Callable[[Any], None], queue: Any) -> None:
-        """End requests whose room or prefill rank is lost, around DecodePreallocQueue._resolve_pending_reqs: the
-        receiver is aborted, as SGLang does it when a prefill server cannot be reached."""
+        """Run SGLang's DecodePreallocQueue._resolve_pending_reqs, then end the requests whose room or prefill rank is
+        lost: the receiver is aborted, as SGLang does it when a prefill server cannot be reached."""
         original(queue)
         for address, decoding in list(self._decoding.items()):
             if decoding is None:

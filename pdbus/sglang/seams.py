@@ -18,7 +18,8 @@ Kind: TypeAlias = Literal["before", "after", "around"]
 
 
 class Seam(NamedTuple):
-    """A function `name` in `module` (below `sglang.srt`), with its parameters as written there."""
+    """A function `name` in `module` (below `sglang.srt`), with its parameters as written there. `does` is the method of
+    our hook, in one of the three sides of `hooking`."""
 
     module: str
     name: str
@@ -28,11 +29,12 @@ class Seam(NamedTuple):
 
     @property
     def target(self) -> str:
+        """The function's full name, for SGLang's registry of hooks."""
         return f"sglang.srt.{self.module}.{self.name}"
 
 
 class Record(NamedTuple):
-    """A class, with the fields and attributes that we read."""
+    """A class of SGLang, with the fields and attributes that we read."""
 
     module: str
     name: str
@@ -105,7 +107,8 @@ RECORDS = (
 
 
 def mismatches(root: Path) -> Iterator[str]:
-    """Yield the differences between the sources at `root` (the folder `sglang/srt`) and the tables."""
+    """Yield a line for each difference between the sources at `root` (the folder `sglang/srt`) and the tables; none:
+    SGLang is as expected."""
     for seam in (*HOOKS, *CALLS):
         found = parameters_of(_defined(root, seam.module, seam.name))
         if found is None:
@@ -120,7 +123,7 @@ def mismatches(root: Path) -> Iterator[str]:
 
 
 def parameters_of(node: ast.AST | None) -> str | None:
-    """Return the names of a function's parameters; None if `node` is not a function."""
+    """Return the names of a function's parameters as one text, with `*` and `**`; None if `node` is not a function."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     given = node.args
@@ -153,7 +156,7 @@ def _parse(path: Path) -> ast.AST | None:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """Return the attributes that a class declares or sets anywhere."""
+    """Return the names that a class declares, or that any code in it sets on an object."""
     found: set[str] = set()
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):

@@ -22,8 +22,8 @@ class _Side(Protocol):
 
 
 class ServerSide:
-    """The hooks in the main process of one or several servers. Brokers live as long as the process. Child processes get
-    their settings through `environ`."""
+    """The hooks in the main process of one or several SGLang servers. Brokers, by address in `brokers`, live as long as
+    the process. Child processes get their settings through `environ`."""
 
     def __init__(self, settings: Settings, environ: MutableMapping[str, str]) -> None:
         self.settings = settings
@@ -37,7 +37,8 @@ class ServerSide:
             broker.stop()
 
     def start_broker(self, original: Callable[[], Any]) -> Any:
-        """Start the broker, around start_disagg_service, which starts the bootstrap server where there is one."""
+        """Run SGLang's start_disagg_service (`original`, which starts the bootstrap server where there is one), start
+        this server's broker, and return what SGLang's function returned. Errors of ours are logged."""
         started = original()
         settings = self.settings
         try:
@@ -63,9 +64,9 @@ class ServerSide:
         return started
 
     def choose_method(self, server_args: Any, previous: Callable[[Any], None]) -> None:
-        """Run SGLang's step that resolves `--load-balance-method`, once for each server. With SGLang's
-        follow_bootstrap_room, prefill would register no rooms and decode would compute ranks; we choose the rank, so
-        rooms must be registered."""
+        """Run SGLang's step that resolves `--load-balance-method` (`previous`), once for each server, and give that
+        server its nonce. Where it resolves to follow_bootstrap_room on a prefill server, set round_robin instead: with
+        SGLang's own, prefill would register no rooms and decode would compute ranks, but we choose the rank."""
         from sglang.srt.arg_groups.model_override_base import resolving_view
         from sglang.srt.arg_groups.overrides import declare_resolution
 

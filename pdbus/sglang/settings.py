@@ -45,12 +45,13 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """The name of the instance on the bus."""
+        """The server's name on the bus."""
         return self.instance or f"sglang-{self.nonce:016x}"
 
 
 def read(environ: Mapping[str, str]) -> Settings:
-    """Return the settings. Raises ConfigError for invalid values; nothing is checked while the plugin is off."""
+    """Return the settings in these environment variables. Raises ConfigError for invalid values; while the plugin is
+    off, nothing is checked and the defaults are returned."""
     method = environ.get(METHOD, "").strip()
     on = _switch(environ, SWITCH, bool(method))
     if not on:

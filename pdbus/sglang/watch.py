@@ -1,4 +1,4 @@
-"""A subscriber on a thread of its own: it passes on the messages of the bus, and a tick. Decides nothing."""
+"""A subscriber to the bus on a thread of its own: it passes on the messages, and a regular tick. Decides nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ log = get_logger("sglang")
 
 
 class Watch(Service):
-    """Calls `on_message(message, now)` for each publication under `topics`, and `on_tick(now)` every TICK_S. `more` may
-    add other sockets to the loop of this thread."""
+    """Calls `on_message(message, now)` for each publication under `topics`, and `on_tick(now)` every TICK_S, both on
+    this thread, with the time in seconds; `start` and `stop` are those of Service. Messages that cannot be read are
+    counted and logged. `more(loop, exits)` may add other sockets to this thread's loop, and closes them at the end by
+    `exits`. `keys` is the directory of keys (empty: none), `instance` names the key."""
 
     part = "sglang-watch"
 
