@@ -24,7 +24,7 @@ from controller.placement import Placement, target_of
 from controller.policies import Policy
 from controller.requests.request import ROLES, LegRun
 
-Seats: TypeAlias = tuple[tuple[Role, RankLoad], ...]  # the ranks of a request's legs
+Ranks: TypeAlias = tuple[tuple[Role, RankLoad], ...]  # the ranks of a request's legs
 
 
 class Placed(NamedTuple):
@@ -63,7 +63,7 @@ class Balancer:
     def place(
         self, submit: Submit, now: float, model: str = "", avoid: tuple[RankLoad, ...] = (),
         barred: Container[RankLoad] = (), check: bool = True, in_turn: Callable[[str], bool] | None = None,
-        at: Seats = (),
+        at: Ranks = (),
     ) -> Placed:  # fmt: skip
         """Choose and charge the ranks of all legs of `submit`, or of none. `model` is that of its earlier attempts,
         which were checked, so `check` may be False. `avoid` names ranks to avoid while there are others; the policy

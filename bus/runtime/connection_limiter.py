@@ -81,9 +81,9 @@ class ConnectionLimiter:
         self._numbers = itertools.count()
         self._orders = context.socket(zmq.PULL)
         self._orders.setsockopt(zmq.LINGER, 0)
-        self._orders.bind(f"inproc://doors-{id(self)}")
+        self._orders.bind(f"inproc://connections-{id(self)}")
         self._talk = select.epoll()  # edge-triggered: no work while no peer sends
-        self._thread = threading.Thread(target=self._run, name="doors", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
         self._thread.start()
 
     def watch(self, socket: zmq.Socket[bytes], domain: str, *, listeners: bool = False) -> None:
@@ -112,7 +112,7 @@ class ConnectionLimiter:
     def _wake(self, what: bytes) -> None:
         with self._context.socket(zmq.PUSH) as caller:
             caller.setsockopt(zmq.LINGER, 1000)
-            caller.connect(f"inproc://doors-{id(self)}")
+            caller.connect(f"inproc://connections-{id(self)}")
             caller.send(what)
 
     def _run(self) -> None:
@@ -140,7 +140,7 @@ class ConnectionLimiter:
                     look_at = now + LOOK_S
                     self._look(now)
             except Exception:  # a bug of ours; if the monitors were not read, ZeroMQ would block
-                log.exception("doors.failed")
+                log.exception("connections.failed")
         for monitor in (*self._bound, *(monitor for monitor, _ in self._coming), self._orders):
             monitor.close(linger=0)
 

@@ -92,7 +92,7 @@ class Losses:
     def returned(self, rank: Rank, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
         """Note that a start of a rank said hello: it has not died. End what it runs and was given up."""
         self.unclear.settle(rank)
-        for rid, attempt, room in self.unclear.orphans(running):
+        for rid, attempt, room in self.unclear.given_up(running):
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced", room=room)))
 
     def undelivered(self, rank: Rank, dispatch: Dispatch, now: float, out: list[Action]) -> None:

@@ -133,8 +133,8 @@ class Request:
             self.state = NEXT[self.state, what]
         except KeyError:
             legs = [(leg.role, leg.rank.key, leg.state.value) for leg in self.legs]
-            record = f"{self.rid} is {self.state.value}: cannot be {what}; attempt {self.attempt}, tries {self.tries}"
-            raise AssertionError(f"{record}, legs {legs}") from None
+            what_is = f"{self.rid} is {self.state.value}: cannot be {what}; attempt {self.attempt}, tries {self.tries}"
+            raise AssertionError(f"{what_is}, legs {legs}") from None
 
 
 def about_of(request: Request) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Unclear:
         if self.attempts.get(rid, (0,))[0] >= attempt:
             del self.attempts[rid]
 
-    def orphans(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt, Room | None]]:
+    def given_up(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt, Room | None]]:
         """Return which of these were given up, unless they are of another room."""
         return [
             (rid, attempt, known[1])

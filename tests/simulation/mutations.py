@@ -24,7 +24,7 @@ MUTATIONS = (
     Mutation("phantom-load", "load at other controllers that never goes away",
              "controller.load.table:LoadTable.counters", "rank.sent + rank.skew)", "rank.sent)", seed=2679),
     Mutation("orphans", "legs go on though nobody wants them",
-             "controller.requests.losses:Losses.returned", "self.unclear.orphans(running)", "()"),
+             "controller.requests.losses:Losses.returned", "self.unclear.given_up(running)", "()"),
     Mutation("untold-cancels", "a cancel that met a dead connection is forgotten",
              "controller.requests.losses:Losses.untold", "if not cancel.if_unfetched:", "if False:"),
     Mutation("older-adopted", "after a restart an older attempt wins",

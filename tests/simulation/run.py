@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from simulation.broken import Broken
-from simulation.small import drawn
+from simulation.small import spec_for
 from simulation.spec import FAULTS, Spec
 from simulation.story import told
 from simulation.world import World
@@ -86,7 +86,7 @@ def minimized(spec: Spec, name: str) -> Spec:
 
 def _one(how: How, seed: int) -> dict[str, Any]:
     began = time.process_time()
-    spec = drawn(seed, *how)
+    spec = spec_for(seed, *how)
     world, error = trial(spec)
     pairs = {tuple(sorted((a.kind, b.kind))) for a, b in combinations(spec.faults, 2) if abs(a.at_s - b.at_s) < MEET_S}
     return {
@@ -138,9 +138,9 @@ def main() -> None:
     print(state.summary())
     for broken in state.tally["broken"][:3]:
         if len(left) == 1 or not options.state:
-            _tell(drawn(broken["seed"], *how), broken["broke"])
+            _tell(spec_for(broken["seed"], *how), broken["broke"])
     if options.story and len(left) == 1 and not state.tally["broken"]:
-        print("\n".join(told(drawn(left[0], *how), "")))
+        print("\n".join(told(spec_for(left[0], *how), "")))
     sys.exit(1 if state.tally["broken"] else 0)
 
 

@@ -27,7 +27,7 @@ PAIRS = (("controller", "client"), ("controller", "node"), ("controller", "node"
 BETWEEN: tuple[Kind, ...] = ("cut", "cut_one_way", "sever")
 
 
-def drawn(seed: int, plain: bool = False, guests: bool = False, small: bool = False) -> Spec:
+def spec_for(seed: int, plain: bool = False, guests: bool = False, small: bool = False) -> Spec:
     """The trial of `seed` in a world of this kind."""
     return draw_small(seed) if small else draw(seed, not plain, guests)
 

@@ -331,7 +331,7 @@ class TestController:
         unclear = Unclear()
         unclear.untold("r", 1, 5)
         unclear.untold("r", 2, second)
-        assert unclear.orphans([("r", 1), ("r", 3)]) == [("r", 1, room)]
+        assert unclear.given_up([("r", 1), ("r", 3)]) == [("r", 1, room)]
 
     def test_a_later_attempt_follows_all_that_were_made_here(self) -> None:
         """M73: its client does not know of the second, whose ranks answer it with that one's end."""
