@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from msgspec import ValidationError, convert, to_builtins
 
 from bus.errors import ConfigError
-from bus.wire.messages import MAX_ROOM, Message
+from bus.wire.messages import MAX_ROOM, NAME, Message
 
 M = TypeVar("M", bound=Message)
 
@@ -50,6 +50,13 @@ def positive(value: object, name: str) -> float:
     return found
 
 
+def instance_name(value: object, name: str) -> str:
+    """Return `value`, an instance's name or nothing, as a plain text."""
+    if not isinstance(value, str) or (value and NAME.fullmatch(value) is None):
+        raise ValueError(f"{name} is not a valid name")
+    return str(value)  # a subclass of str cannot be encoded
+
+
 def count(value: object, name: str) -> int:
     """Return `value`, an integer of any library, as a count that can go over the wire."""
     found = int(index(value))  # type: ignore[arg-type]  # TypeError for what is none
@@ -72,20 +79,19 @@ def message(value: object, kind: type[M]) -> M:
 def typed(config: Any, *, called: Callable[[str], str] = str) -> None:
     """Raise ConfigError unless each field of a dataclass that is declared as a text, a number or a yes or no is one."""
     for field in fields(config):
-        value, kind = getattr(config, field.name), _KINDS.get(str(field.type))
-        good = kind is None or isinstance(value, kind)
-        if field.type == "tuple[str, ...]":
-            good = good and all(isinstance(each, str) for each in value)
+        value, declared = getattr(config, field.name), str(field.type)
+        kind, words = _KINDS.get(declared.partition("[")[0], (object, ""))
+        good = isinstance(value, kind)
+        if declared == "tuple[str, ...]":
+            good, words = good and all(isinstance(each, str) for each in value), "texts"
         if not good:
-            raise ConfigError(f"{called(field.name)} must be {_WORDS[str(field.type)]}, not {value!r:.60}")
+            raise ConfigError(f"{called(field.name)} must be {words}, not {value!r:.60}")
 
 
-_KINDS: dict[str, Any] = {
-    "str": (str, PathLike),
-    "int": Integral,
-    "float": Real,
-    "bool": (bool, Integral),
-} | dict.fromkeys(("tuple[str, ...]", "tuple[SloClass, ...]", "tuple[EngineSettings, ...]"), (tuple, list))
-_WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"} | {
-    "tuple[str, ...]": "texts", "tuple[SloClass, ...]": "SLO classes", "tuple[EngineSettings, ...]": "engines"
-}  # fmt: skip
+_KINDS: dict[str, tuple[Any, str]] = {  # what a declared type takes, and how a sentence names it
+    "str": ((str, PathLike), "text"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": ((bool, Integral), "true or false"),
+    "tuple": ((tuple, list), "a list"),
+}

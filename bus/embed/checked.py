@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import convert
 
 from bus.actions import Publish
-from bus.arguments import count, message, number, positive, seconds
+from bus.arguments import count, instance_name, message, number, positive, seconds
 from bus.defaults import REPORT_INTERVAL_S, ROOM_TTL_S
 from bus.embed import publications, resolution
 from bus.embed.publications import REPORT_GAP_S, integer
@@ -22,7 +22,6 @@ from bus.errors import ConfigError, RemoteProtocolError
 from bus.wire import codec
 from bus.wire.codes import Code
 from bus.wire.messages import (
-    NAME,
     PUBLICATIONS,
     Answer,
     Beacon,
@@ -186,12 +185,11 @@ class ResolverCore:
         `max_age_s`: while the broker is silent, use no topology that is older; without it, use the last one.
         """
         known = integer(room)
-        if not isinstance(prefill_instance, str) or (prefill_instance and NAME.fullmatch(prefill_instance) is None):
-            raise ValueError("prefill_instance is not a valid name")
+        prefill_instance = instance_name(prefill_instance, "prefill_instance")
         _same(asker)
         return self._core.want(
             room if known is None else known, seconds(now), deadline_s=number(deadline_s, "deadline_s"),
-            attempt=count(attempt, "attempt"), prefill_instance=str(prefill_instance),
+            attempt=count(attempt, "attempt"), prefill_instance=prefill_instance,
             dp_rank=None if dp_rank is None else int(index(dp_rank)), asker=asker,
             max_age_s=number(max_age_s, "max_age_s"),
         )  # fmt: skip

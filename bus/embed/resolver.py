@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from bus.actions import Send
+from bus.arguments import instance_name
 from bus.embed.publications import integer
 from bus.embed.resolution import Action, ResolverCore
 from bus.endpoints import BusAddress
@@ -32,7 +33,7 @@ from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
 from bus.wire.codes import Code
-from bus.wire.messages import FROM_BROKER, NAME, Location, Message
+from bus.wire.messages import FROM_BROKER, Location, Message
 
 __all__ = ["Resolver"]
 
@@ -261,11 +262,9 @@ def _arguments(
     attempt: int, prefill_instance: str, dp_rank: int | None, deadline_s: float, max_age_s: float
 ) -> dict[str, Any]:
     """Return the arguments as the core takes them; TypeError, ValueError or OverflowError where they are invalid."""
-    if not isinstance(prefill_instance, str) or (prefill_instance and NAME.fullmatch(prefill_instance) is None):
-        raise ValueError("prefill_instance is not a valid name")
     return {
         "attempt": index(attempt),
-        "prefill_instance": str(prefill_instance),  # a subclass of str cannot be encoded
+        "prefill_instance": instance_name(prefill_instance, "prefill_instance"),
         "dp_rank": None if dp_rank is None else index(dp_rank),
         "deadline_s": float(deadline_s),
         "max_age_s": float(max_age_s),
