@@ -77,7 +77,7 @@ def table_of(ranks: int) -> LoadTable:
         )  # fmt: skip
         rank = table.open(hello)
         table.set_ready(rank, True)
-        table.take_in(
+        table.apply(
             rank.key,
             1,
             Load(seq=1, step=0, running=4, waiting=0, waiting_tokens=0, kv_tokens=1_000, kv_capacity=0, max_running=0),

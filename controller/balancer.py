@@ -63,51 +63,54 @@ class Balancer:
     def place(
         self, submit: Submit, now: float, model: str = "", avoid: tuple[RankLoad, ...] = (),
         barred: Container[RankLoad] = (), check: bool = True, in_turn: Callable[[str], bool] | None = None,
-        at: Ranks = (),
     ) -> Placed:  # fmt: skip
         """Choose and charge the ranks of all legs of `submit`, or of none. `model` is that of its earlier attempts,
         which were checked, so `check` may be False. `avoid` names ranks to avoid while there are others; the policy
         does not get those that are `barred`. `in_turn` is called before ranks are chosen, with the model that the
-        request runs: False lets it wait. `at` names ranks that were chosen elsewhere: these are charged."""
-        if not at:
-            if not self.settled:
-                return Placed(model)
-            placement, roles, decode = self._placement, ROLES[submit.leg], None
-            role = roles[0]
-            try:
-                instance, dp_rank = target_of(role, submit)
-                group = self.table.group(role, model or submit.model, instance)
+        request runs: False lets it wait."""
+        if not self.settled:
+            return Placed(model)
+        placement, roles, decode = self._placement, ROLES[submit.leg], None
+        role = roles[0]
+        try:
+            instance, dp_rank = target_of(role, submit)
+            group = self.table.group(role, model or submit.model, instance)
+            if check:
+                group = placement.check(role, submit, group, dp_rank)
+            model = group.model
+            if submit.leg == "pair":
+                instance, decode_rank = target_of("decode", submit)
+                decode = self.table.group("decode", model, instance)
                 if check:
-                    group = placement.check(role, submit, group, dp_rank)
-                model = group.model
-                if submit.leg == "pair":
-                    instance, decode_rank = target_of("decode", submit)
-                    decode = self.table.group("decode", model, instance)
-                    if check:
-                        decode = placement.check("decode", submit, decode, decode_rank)
-                if in_turn is not None and not in_turn(model):
+                    decode = placement.check("decode", submit, decode, decode_rank)
+            if in_turn is not None and not in_turn(model):
+                return Placed(model)
+            first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
+            if first is None:
+                return Placed(model)
+            at: Ranks = ((role, first),)
+            if decode is not None:
+                second = placement.place("decode", submit, decode, decode_rank, decode, first, avoid, barred)
+                if second is None:
                     return Placed(model)
-                first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
-                if first is None:
-                    return Placed(model)
-                at = ((role, first),)
-                if decode is not None:
-                    second = placement.place("decode", submit, decode, decode_rank, decode, first, avoid, barred)
-                    if second is None:
-                        return Placed(model)
-                    at = ((role, first), ("decode", second))
-            except Refusal as refusal:
-                return Placed(model, (), self._stands(refusal, roles))
+                at = ((role, first), ("decode", second))
+        except Refusal as refusal:
+            return Placed(model, (), self._stands(refusal, roles))
+        return Placed(model, self.charge(submit, now, at))
+
+    def charge(self, submit: Submit, now: float, at: Ranks) -> tuple[LegRun, ...]:
+        """Charge the legs of `submit` to the ranks `at`, and return them."""
         legs: tuple[LegRun, ...] = ()
+        routed = submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None
         for role, rank in at:
             tokens = self._charges[role].charge(rank, submit) if role in self._charges else submit.prompt_tokens
             number = self.table.charge(rank, tokens)
             legs += (LegRun(role, rank, tokens, number, now, role != "prefill" or submit.leg == "prefill"),)
-            if submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None:
+            if routed:
                 rank.routed_total += target_of(role, submit)[1] is not None
             if role in self._watches:
                 self._watches[role].dispatched(rank, submit, now)
-        return Placed(model, legs)
+        return legs
 
     def ended(self, leg: LegRun, submit: Submit, end: Ended | None = None, now: float = 0.0) -> bool:
         """End a leg: `end` is its rank's report; None: it was given up. Return true if it ended well."""
@@ -166,10 +169,10 @@ class Balancer:
         self.policies[rank.info.role].forgotten(rank)
 
     def report(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Apply a rank's report (`LoadTable.take_in`)."""
+        """Apply a rank's report (`LoadTable.apply`)."""
         if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
             self.late.observe(rank, load, now)
-        return self.table.take_in(key, epoch, load, now)
+        return self.table.apply(key, epoch, load, now)
 
     def overwrite(self, rank: RankLoad, load: Load, now: float) -> Load:
         """Apply the load of an engine that acknowledges nothing: all that was sent there counts as ingested. Return the
@@ -177,7 +180,7 @@ class Balancer:
         self.table.reconnected(rank)
         rank.load_from_engine = True
         load = replace(load, seq=rank.load.seq + 1 if rank.load is not None else 1)
-        self.table.take_in(rank.key, rank.epoch, load, now)
+        self.table.apply(rank.key, rank.epoch, load, now)
         return load
 
     def cache(self, rank: RankLoad, changes: Sequence[Stored | Removed | Cleared]) -> None:

@@ -26,9 +26,8 @@ ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptabl
 EVENTS = (  # shown from the start: a series that begins with a count has no increase of it
     "abandoned", "ack_ahead", "adopted", "cache_unknown", "clients_unreachable", "dispatched", "done", "failed",
     "kv_blocks_elsewhere", "kv_blocks_unnamed", "kv_gaps", "kv_restarts", "kv_unreadable", "legs_lost",
-    "policy_faults", "queued", "reattached", "redispatched", "report_forged", "report_invalid", "report_old",
-    "report_unknown", "sent_invalid", "sent_old", "sent_too_many", "submitted", "superseded", "tpot_slo_given_up",
-    "undelivered",
+    "policy_faults", "queued", "reattached", "redispatched", "report_forged", "report_old", "report_unknown",
+    "sent_old", "sent_too_many", "submitted", "superseded", "tpot_slo_given_up", "undelivered",
 )  # fmt: skip
 REGRET_MAX_PER_S = 50
 SCRAPED_MAX = 63

@@ -14,6 +14,8 @@ from contextlib import suppress
 from operator import index
 from typing import get_args
 
+from msgspec import ValidationError, convert, to_builtins
+
 from bus.arguments import count, message, positive, seconds
 from bus.defaults import STALE_S
 from bus.wire.messages import MAX_ROOM, Hello, Load, MemberKey, Role, Sent, SentTo
@@ -135,11 +137,12 @@ class LoadTable:
         if rank is None:
             self.counts["report_unknown"] += 1
             return None
+        try:
+            load = convert(to_builtins(load), Load)
+        except (ValidationError, TypeError, ValueError, OverflowError):
+            self.counts["report_invalid"] += 1
+            return None
         return self._table.apply(rank.key, rank.epoch, load, now)
-
-    def take_in(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Do the same as `apply`: the load is checked here too."""
-        return self.apply(key, epoch, load, now)
 
     def disbelieve(self, rank: RankLoad) -> None:
         """Drop the last report, which another peer had sent in the rank's name: my own count is used until the next

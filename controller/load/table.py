@@ -25,8 +25,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from msgspec import ValidationError, convert, to_builtins
-
 from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
 from bus.timer_slots import TimerSlots
 from bus.wire.messages import MAX_ROOM, Ack, Hello, Load, MemberKey, Role, Sent, SentTo
@@ -148,17 +146,7 @@ class LoadTable:
     def apply(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
         """Replace the known load of the rank `(instance, dp_rank)` in its epoch `epoch`. `load.acks` has, for each
         controller epoch, how many dispatches with how many tokens had been ingested when the load was read;
-        `load.seq` rises with each report. Return None (and count it) when the report is old, of an unknown epoch, or
-        no `Load` that could come over the wire (a negative count, a number that is no integer)."""
-        try:
-            load = convert(to_builtins(load), Load)
-        except (ValidationError, TypeError, ValueError, OverflowError):
-            self.counts["report_invalid"] += 1
-            return None
-        return self.take_in(key, epoch, load, now)
-
-    def take_in(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Do the same as `apply`, for a load that was decoded, and so checked, already."""
+        `load.seq` rises with each report. Return None (and count it) when the report is old or of an unknown epoch."""
         rank = self.ranks.get(key)
         if rank is None or rank.epoch != epoch:
             self.counts["report_unknown"] += 1

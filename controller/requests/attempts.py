@@ -14,7 +14,7 @@ from math import inf
 
 from bus.actions import Note
 from bus.wire.codes import Code
-from bus.wire.messages import Accepted, Attempt, CancelLeg, Dispatch, Location, MemberKey, Rid
+from bus.wire.messages import Accepted, Attempt, CancelLeg, Dispatch, Ended, Location, MemberKey, Rid
 from controller.balancer import Balancer
 from controller.events import Action, ToClient, ToNode
 from controller.load.rank import RankLoad
@@ -56,7 +56,7 @@ class Attempts:
         """Dispatch `request` if its legs have ranks, and send its client the place; return false if it waits.
         Refusal where waiting does not help."""
         held = None
-        if not request.tries and self._balancer.settled:
+        if not request.tries and self._table.orphans and self._balancer.settled:
             held = self._table.orphans.of(request.rid, request.client)
             if held and self._adopt_orphans(request, held, now, out):
                 return True
@@ -187,7 +187,7 @@ class Attempts:
         self._counts["adopted"] += 1
         request.attempt, request.model, request.came_at = attempt, model, inf
         request.step("dispatched")
-        self._dispatch(request, self._balancer.place(submit, now, model, at=legs).legs, now, out)
+        self._dispatch(request, self._balancer.charge(submit, now, legs), now, out)
         return True
 
     def _fence_orphans(self, request: Request, out: list[Action]) -> None:
@@ -208,11 +208,12 @@ class Attempts:
 
     # --- end --------------------------------------------------------------------------------------------------
 
-    def give_up(self, leg: LegRun, request: Request) -> None:
-        """End a leg without a report of its rank: it is lost, or withdrawn."""
+    def ended(self, leg: LegRun, request: Request, end: Ended | None = None, now: float = 0.0) -> bool:
+        """End a leg: `end` is its rank's report; None: it is lost, or withdrawn. Return true if it ended well."""
         del self._ranks[leg.rank].work[request.rid]
-        leg.step("given up")
-        self._balancer.ended(leg, request.submit)
+        ok = self._balancer.ended(leg, request.submit, end, now)
+        leg.step("done" if ok else "given up")
+        return ok
 
     def undo(self, leg: LegRun, request: Request) -> None:
         """Take back a leg whose dispatch never left this process."""
@@ -233,7 +234,7 @@ class Attempts:
         self.cancel(request, code, out)
         for leg in request.legs:
             if leg.state is LegState.RUNNING:
-                self.give_up(leg, request)
+                self.ended(leg, request)
 
     def validate(self, live: Iterable[Request]) -> None:
         """Check that ranks and requests agree on what runs (tests call this after each event)."""

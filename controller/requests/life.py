@@ -33,7 +33,7 @@ from controller.config import ControllerConfig
 from controller.events import Action, Over, ToClient, ToNode
 from controller.load.rank import RankLoad
 from controller.rank import Rank
-from controller.requests.attempts import Attempts, work_of
+from controller.requests.attempts import Attempts
 from controller.requests.losses import Losses
 from controller.requests.record import record_of
 from controller.requests.request import (
@@ -192,17 +192,16 @@ class RequestLifecycle:
 
     def progress(self, rank: Rank, progress: Progress, now: float, out: list[Action]) -> None:
         """Handle legs that started or ended; reports of an older attempt are fenced off here."""
+        work = rank.work
         for rid, attempt in progress.started:
-            work = work_of(rank, rid, attempt)
-            if work is not None:
-                request, leg = work
-                if leg.answers:
+            if rid in work:
+                request, leg = work[rid]
+                if leg.answers and request.attempt == attempt:
                     self._output(request, leg, rank, now)
         for ended in progress.ended:
-            work = work_of(rank, ended.rid, ended.attempt)
-            if work is not None:
-                request, leg = work
-                if leg.role == ended.leg:
+            if ended.rid in work:
+                request, leg = work[ended.rid]
+                if leg.role == ended.leg and request.attempt == ended.attempt:
                     self._ended(request, leg, rank, ended, now, out)
 
     # --- time and credit --------------------------------------------------------------------------------------
@@ -324,16 +323,17 @@ class RequestLifecycle:
             self.table.release_payload(request)
 
     def _ended(self, request: Request, leg: LegRun, rank: Rank, ended: Ended, now: float, out: list[Action]) -> None:
-        del rank.work[request.rid]
-        if self._balancer.ended(leg, request.submit, ended, now):
-            leg.step("done")
+        if self._attempts.ended(leg, request, ended, now):
             leg.ended = ended
             if leg.answers and request.state is State.RUNNING:
                 self._output(request, leg, rank, now)
-            _measure(request, leg, rank, ended, now)
+            if leg.role == "prefill":
+                rank.latencies.ttft.observe(ended.first_token_s)
+            elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:
+                # where its beginning and its end were reported together, there is no time between tokens
+                rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))
             self._finish(request, now, out)
             return
-        leg.step("given up")
         if is_spare(leg, request):
             self._finish(request, now, out)
         else:
@@ -353,9 +353,7 @@ class RequestLifecycle:
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
         if self._attempts.trace:
             out.append(Note("request.done", "debug", about_of(request)))
-        record = self.table.remove(request, now)
-        if self.spans and request.trace is not None:
-            out.append(Over(record))
+        self._forget(request, now, "ok", "", out)
 
     def _leg_failed(
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]
@@ -407,7 +405,7 @@ class RequestLifecycle:
     def _forget(
         self, request: Request, now: float, code: Code, why: str, out: list[Action], *, failed: bool = False
     ) -> None:
-        """Remove a request that failed: only its record stays."""
+        """Remove a request that is over: only its record stays."""
         if request.first_due != inf:
             self._no_first_token(code)
         record = self.table.remove(request, now, code, why, failed=failed)
@@ -436,12 +434,3 @@ class RequestLifecycle:
             self._logged += 1
         if level != "debug" or self._attempts.trace:
             out.append(Note(event, level, fields))
-
-
-def _measure(request: Request, leg: LegRun, rank: Rank, ended: Ended, now: float) -> None:
-    """Measure a leg that ended well. If its beginning and end were reported together, there is no time between
-    tokens."""
-    if leg.role == "prefill":
-        rank.latencies.ttft.observe(ended.first_token_s)
-    elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:
-        rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))

@@ -62,7 +62,7 @@ class Losses:
                 out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced", room=room)))
             else:
                 self.unclear.untold(rid, request.attempt, request.submit.bootstrap_room)
-            self._attempts.give_up(leg, request)
+            self._attempts.ended(leg, request)
             if loss.died:
                 request.losses += 1
             elif loss.died is None:

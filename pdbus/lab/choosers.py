@@ -144,7 +144,7 @@ class TableChooser(BaseChooser):
         rank = self._pick(request)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
-        (leg,) = self.balancer.place(request, now, at=((self._role, rank),)).legs
+        (leg,) = self.balancer.charge(request, now, ((self._role, rank),))
         self._live[request.rid] = request, leg
         return rank.key[1], leg.charge
 

@@ -20,7 +20,7 @@ from bus.defaults import LEASE_S
 from bus.wire.hashing import packed_hashes, token_bytes
 from bus.wire.kv_names import Changes
 from bus.wire.messages import Ack, Beacon, Ended, Hello, Load, LoadReport, Member, Message, Role, Rooms, Submit
-from controller.balancer import Balancer, Placed
+from controller.balancer import Balancer
 from controller.health import Health
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
@@ -142,19 +142,19 @@ class Chooser:
                 self._set_ready(dp_rank)
         submit = self._submit(request)
         placed = self._balancer.place(submit, now)
-        return self._keep(submit, placed) if placed.legs else None
+        return self._keep(submit, placed.legs) if placed.legs else None
 
     def chosen(self, request: Any, dp_rank: int, now: float) -> None:
         """Count a `request` that SGLang sends to `dp_rank` without a pick here."""
         submit = self._submit(request)
-        self._keep(submit, self._balancer.place(submit, now, at=((self._role, self.ranks[dp_rank]),)))
+        self._keep(submit, self._balancer.charge(submit, now, ((self._role, self.ranks[dp_rank]),)))
 
     def _set_ready(self, dp_rank: int) -> None:
         self.table.set_ready(self.ranks[dp_rank], dp_rank not in self._silent and dp_rank not in self._inactive)
 
-    def _keep(self, submit: Submit, placed: Placed) -> int:
+    def _keep(self, submit: Submit, legs: tuple[LegRun, ...]) -> int:
         """Keep a request until its rank acknowledges it; beyond MAX_SENT the oldest is given up. Return its rank."""
-        (leg,) = placed.legs
+        (leg,) = legs
         dp_rank = leg.rank.info.dp_rank
         sent = self._sent[dp_rank]
         sent.append(_Sent(leg, leg.rank.sent_tokens, submit))

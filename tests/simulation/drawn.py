@@ -13,7 +13,7 @@ from __future__ import annotations
 from simulation.mutation import Mutation
 
 DRAWN = (
-    Mutation("accounting-1", "", "controller.load.table:LoadTable.take_in",
+    Mutation("accounting-1", "", "controller.load.table:LoadTable.apply",
              "rank.was_candidate = rank.candidate", "pass",
              unseen="a rank that a report makes full is asked sooner whether the report was its own; nobody forges one here"),
     Mutation("fencing-1", "", "controller.members:Members._lost",
@@ -49,12 +49,12 @@ DRAWN = (
     Mutation("accounting-4", "", "controller.load.table:LoadTable._acknowledge",
              "ack.controller_epoch != mine", "ack.controller_epoch == mine", seed=2679),
     Mutation("fencing-4", "", "controller.members:Members.hello",
-             "self.state(rank) not in DEAD:", "self.state(rank) in DEAD:", seed=350),
+             "self.state(load) not in DEAD:", "self.state(load) in DEAD:", seed=350),
     Mutation("adoption-4", "", "controller.requests.attempts:Attempts._adopt_orphans",
              "rank.info.model == model and self._balancer.may_run(role, submit, rank)", "rank.info.model == model or self._balancer.may_run(role, submit, rank)",
              unseen="a world has one model, and no request needs what a rank of it lacks"),
     Mutation("retry-4", "", "controller.requests.life:RequestLifecycle._ended",
-             "if self._balancer.ended(leg, request.submit, ended, now):", "if not self._balancer.ended(leg, request.submit, ended, now):", seed=1951),
+             "if self._attempts.ended(leg, request, ended, now):", "if not self._attempts.ended(leg, request, ended, now):", seed=1951),
     Mutation("resume-4", "", "pdbus.client.request:Request.may_run",
              "state is SubmitState.ASKED", "state is not SubmitState.ASKED"),
     Mutation("accounting-5", "", "controller.load.table:LoadTable.age",

@@ -136,7 +136,7 @@ def test_whose_turn_it_is_is_asked_before_a_rank_is_chosen_and_after_the_model_i
 def test_ranks_that_were_chosen_elsewhere_are_charged(world: World) -> None:
     rank = world.table.ranks["d", 1]
     world.table.set_ready(rank, False)
-    (leg,) = world.balancer.place(submit("r", "decode"), 3.0, at=(("decode", rank),)).legs
+    (leg,) = world.balancer.charge(submit("r", "decode"), 3.0, (("decode", rank),))
     assert (leg.rank, leg.number, rank.outstanding_tokens) == (rank, 1, 7)
     assert world.told == [("charge", "d", 1), ("dispatched", "d", 1, 3.0)]
 

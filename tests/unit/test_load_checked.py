@@ -10,7 +10,7 @@ import pytest
 from controller_world import hello, load
 from msgspec.structs import replace
 
-from bus.wire.messages import MAX_ROOM, Sent, SentTo
+from bus.wire.messages import MAX_ROOM, Ack, Sent, SentTo
 from controller import LoadTable
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
@@ -136,3 +136,29 @@ def test_a_report_of_no_rank_is_dropped_and_counted(key: Any, epoch: Any) -> Non
 def test_a_setting_that_cannot_be_meant_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
         LoadTable(ME, **settings)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"running": -5},
+        {"waiting_tokens": -(10**6)},
+        {"running": None},
+        {"running": float("nan")},
+        {"kv_tokens": 1e30},
+        {"running": 2**80},
+        {"acks": (Ack(ME, -3, -9),)},
+        {"acks": (Ack(ME, None, None),)},  # type: ignore[arg-type]
+        {"acks": None},
+        {"seq": "7"},
+        {"step": object()},
+    ],
+)
+def test_a_report_that_is_none_changes_nothing(nonsense: dict[str, Any]) -> None:
+    table, rank = one()
+    table.charge(rank, 10)
+    table.apply(rank.key, 1, load(2, running=2, acks=[(ME, 1, 10)]), 0.0)
+    assert table.apply(rank.key, 1, replace(load(3), **nonsense), 0.1) is None
+    assert (rank.requests, table.counts) == (2, {"report_invalid": 1})
+    table.validate()
+    assert table.apply(rank.key, 1, load(3, running=1, acks=[(ME, 1, 10)]), 0.2) is rank

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from controller_world import hello, load
-from msgspec.structs import replace
 from retained import retained
 
 from bus.wire import codec
-from bus.wire.messages import MAX_ROOM, PUBLICATIONS, Ack, Role, Sent, SentTo
+from bus.wire.messages import MAX_ROOM, PUBLICATIONS, Role, Sent, SentTo
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
 from controller.load.table import MAX_CLOSED, MAX_CONTROLLERS, SEQ_JUMP, LoadTable
@@ -383,32 +382,6 @@ def test_what_was_lost_with_a_connection_is_in_flight_for_no_other_controller() 
     table.charge(rank, 5)
     (counter,) = table.counters()
     assert (counter.dispatches, counter.tokens) == (2, 15)
-
-
-@pytest.mark.parametrize(
-    "nonsense",
-    [
-        {"running": -5},
-        {"waiting_tokens": -(10**6)},
-        {"running": None},
-        {"running": float("nan")},
-        {"kv_tokens": 1e30},
-        {"running": 2**80},
-        {"acks": (Ack(ME, -3, -9),)},
-        {"acks": (Ack(ME, None, None),)},  # type: ignore[arg-type]
-        {"acks": None},
-        {"seq": "7"},
-        {"step": object()},
-    ],
-)
-def test_a_report_that_is_none_changes_nothing(nonsense: dict[str, Any]) -> None:
-    table, (rank,) = table_with(1)
-    table.charge(rank, 10)
-    table.apply(rank.key, 1, load(1, running=2, acks=[(ME, 1, 10)]), 0.0)
-    assert table.apply(rank.key, 1, replace(load(2), **nonsense), 0.1) is None
-    assert (rank.requests, table.counts) == (2, {"report_invalid": 1})
-    table.validate()
-    assert table.apply(rank.key, 1, load(2, running=1, acks=[(ME, 1, 10)]), 0.2) is rank
 
 
 def test_names_that_clients_make_up_cost_no_look_at_every_rank() -> None:

@@ -65,7 +65,7 @@ CUTS: tuple[Cut | Uncut, ...] = (
     Cut("M24", "unit/test_load_table.py::test_a_charge_raises_the_estimate_at_once_and_a_report_without_it_does_not_erase_it",
         "controller.load.table:_refresh", "rank.base_requests + rank.sent - rank.acked", "rank.base_requests"),
     Cut("M25", "unit/test_load_table.py::test_an_old_report_is_dropped_and_counted",
-        "controller.load.table:LoadTable.take_in", "load.seq <= last.seq", "False", peer=True),
+        "controller.load.table:LoadTable.apply", "load.seq <= last.seq", "False", peer=True),
     Cut("M26", "unit/test_load_table.py::test_acks_of_other_controllers_are_not_mine",
         "controller.load.table:LoadTable._acknowledge", "if ack.controller_epoch == mine:", "if True:"),
     Cut("M27", "unit/test_load_table.py::test_a_new_epoch_voids_what_the_old_one_had_not_acknowledged",
