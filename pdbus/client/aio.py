@@ -50,7 +50,8 @@ class AsyncClient(BaseClient):
         await self.close()
 
     async def close(self) -> None:
-        """Cancel live requests and close the connections; idempotent. Does nothing in a forked child."""
+        """Cancel live requests and close the connections, also those on other loops (it waits up to 5 s for each).
+        Calling it again does nothing, nor does a forked child."""
         if self._pid != os.getpid():
             return
         self._closed = True
@@ -69,7 +70,8 @@ class AsyncClient(BaseClient):
     async def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """Submit `text`; see `Client.generate`. Returns once it is submitted."""
+        """Submit `text`; see `Client.generate`. Return once it is submitted; before that it may wait for the
+        controller's answer, and for the tokenizer (loaded in a thread)."""
         check_text(text)
         check_options(options)
         channel = await self._channel()
@@ -80,7 +82,8 @@ class AsyncClient(BaseClient):
         return await self._begin(channel, ids, options, its)
 
     async def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> AsyncStream:
-        """Submit token ids; see `Client.generate_tokens`. Returns once they are submitted."""
+        """Submit token ids; see `Client.generate_tokens`. Return once they are submitted; the first call may wait for
+        the controller's answer."""
         check_options(options)
         return await self._begin(await self._channel(), ids, options, None)
 
@@ -171,7 +174,7 @@ class AsyncStream(BaseStream):
 
     @property
     def result(self) -> Result | None:
-        """The result of the request; None before the end of the iteration."""
+        """The result of the request; None until its last piece was read. It waits for nothing."""
         return self._result
 
     async def wait(self) -> Result:
@@ -199,15 +202,16 @@ class AsyncStream(BaseStream):
         return None
 
     def take(self) -> Piece | None:
-        """Return the next piece that has come already, or None. The request has ended if `result` is available then."""
+        """Return the next piece that has come already; None if there is none now. If `result` is set then, the request
+        has ended."""
         while self._updates:
             if (piece := self._piece(self._updates.popleft())) is not None:
                 return piece
         return None
 
     def on_update(self, function: Callable[[], None] | None) -> None:
-        """Call `function` on the loop's thread for every update; None ends that. It serves callers that wait for
-        several streams and read them with `take`."""
+        """Call `function` on the loop's thread when new output or the result has come; None ends that. For callers that
+        wait for several streams and read them with `take`."""
         self._inbox.callback = function
 
     async def __aenter__(self) -> AsyncStream:

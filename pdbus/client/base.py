@@ -53,8 +53,8 @@ TRACE_REPEAT_S = 2.0  # longer than a controller waits for its ranks
 
 
 class BaseClient:
-    """The common part of the clients. Before a submit it asks the controller what it does not know yet. See
-    `Client`."""
+    """The common part of the clients. Before a submit it asks the controller what it does not know yet: the model, and
+    the legs (a leg is one rank's share of a request: prefill, decode, or both). See `Client` for the arguments."""
 
     def __init__(
         self,
@@ -130,7 +130,8 @@ class BaseClient:
 
 
 class BaseStream:
-    """The common part of the streams. `rid` is the request's id.
+    """The common part of the streams. `rid` is the request's id, `text` decodes its tokens (None: pieces have ids
+    alone).
 
     `forget` is called when there was no rank for the request, because the roles of the cluster may have changed. The
     channel passes updates to `sink`, which must not hold a reference to the stream.
@@ -175,7 +176,8 @@ class BaseStream:
         return self._request.prompt_logprobs or ()
 
     def cancel(self) -> None:
-        """End the request now; the iteration stops, and `result.finish` is `cancelled`."""
+        """Cancel the request, from any thread, without waiting; the iteration then stops, and `result.finish` is
+        `cancelled`. Nothing happens if it has ended."""
         self._channel.cancel(self.rid, self._sink)
 
     def _piece(self, update: Update) -> Piece | None:

@@ -28,7 +28,9 @@ CLOSED = "this client is closed"
 
 
 class Channel(Service):
-    """Runs from its construction to `stop`. `controllers` are client endpoints."""
+    """The background thread of a `Client`, from its construction to `stop`. `controllers` are client endpoints, `keys`
+    is a directory of keys (empty: none), `seed` is for `rng`. Raises ConfigError or StartError if it cannot start.
+    After `stop`, calls raise RuntimeError; after a bug in the thread or in a forked child, PartFailed."""
 
     part = "client"
 
@@ -58,16 +60,19 @@ class Channel(Service):
     # --- any thread ---------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, sink: Sink) -> None:
-        """Start a request. `sink` gets its new token ids as they come, and at the end its Result."""
+        """Start a request; return at once. `sink` is called on the background thread: with new token ids as they come,
+        in order, and at the end with the Result."""
         self._call(lambda: self._traffic.begin(request, sink), lambda: sink(broken(request.rid)))
 
     def cancel(self, rid: str, sink: Sink | None = None) -> None:
-        """Cancel the request `rid` (of `sink`) if it is still live. Its Result still comes."""
+        """Cancel the request `rid` if it is still live, without waiting; with `sink`, only if it is that sink's. Its
+        Result still comes. It raises nothing."""
         with suppress(PartFailed, RuntimeError):
             self._call(lambda: self._traffic.cancel(rid, sink), lambda: None)
 
     def drop(self, rid: str, sink: Sink) -> None:
-        """Cancel the request of `sink` at a later tick, because its output is no longer read. Takes no lock."""
+        """Cancel the request of `sink` a little later, because its output is no longer read. Takes no lock, so it may
+        be called at any moment."""
         self._traffic.dropped.append((rid, sink))
 
     def ask(
@@ -79,11 +84,13 @@ class Channel(Service):
         until: Callable[[A], bool] | None = None,
         repeat_s: float = REPEAT_S,
     ) -> Future[A]:
-        """Send `make(id)` every `repeat_s` seconds until a message of `kind` answers it; return its future.
+        """Send `make(id)` to `controller` every `repeat_s` seconds until a message of `kind` answers it; return the
+        answer's future at once.
 
         With `until`, ask again until an answer satisfies it; when time is up, the last answer counts. The future fails
         with PeerLost after `timeout_s` (default: `connect_timeout_s`) without any answer, and with RequestFailed when
-        the controller refuses. Raises ConfigError when `make` rejects its arguments."""
+        the controller refuses. Raises ConfigError when `make` rejects its arguments.
+        """
         check_question(make, timeout_s)
         answer: Future[A] = Future()
         self._call(
@@ -93,7 +100,8 @@ class Channel(Service):
         return answer
 
     def stop(self) -> None:
-        """Cancel live requests and leave; idempotent. Every sink has its Result when this returns."""
+        """Cancel live requests, wait for the thread and close the sockets; a second call does nothing. Every sink has
+        its Result when this returns."""
         if not self.inherited:
             with self._lock:
                 self._closed = True

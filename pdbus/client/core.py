@@ -1,11 +1,12 @@
-"""All requests of one client, from submit to their single end. Pure: events and `now` go in, actions come out.
+"""All requests of one client, from submit to their single end. Pure: events and `now` (seconds of one clock) go in,
+actions come out: messages to send, output and results to deliver.
 
 A peer is an endpoint: `Send.peer` is the endpoint to connect to, and `received` gets the endpoint of the sender.
 
-Output tokens are numbered from 0 over all attempts. A token that is not the next one is dropped, or the missing ones
-are asked for, so no token is delivered twice or out of order. When the rank that streams is lost, the request is
-submitted again under the same rid with the next attempt: the prompt frame then has the prompt and the output so far,
-and `offset` is the number of output tokens in it.
+Output tokens are numbered from 0 over all attempts (tries of a request). A token that is not the next one is dropped,
+or the missing ones are asked for, so no token is delivered twice or out of order. When the rank that streams is lost,
+the request is submitted again under the same rid with the next attempt: the prompt frame then has the prompt and the
+output so far, and `offset` is the number of output tokens in it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MAX_USED = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """The limits of a client's retries.
+    """The limits of a client's retries; times in seconds.
 
     A failure is final after `retries` retries without a new token. A controller that does not answer for
     `connect_timeout_s` counts as lost. Before the first token there are two more limits: an overloaded cluster is tried
@@ -68,6 +69,9 @@ Action = Send | Deliver | Ended
 
 
 class ClientCore:
+    """The live requests of one client. The caller carries out the actions in their order. `len` is the number of live
+    requests."""
+
     def __init__(self, patience: Patience, rng: random.Random) -> None:
         self._patience = patience
         self._rng = rng
@@ -85,13 +89,13 @@ class ClientCore:
 
     @property
     def endpoints(self) -> set[str]:
-        """The endpoints of the nodes where requests are attached."""
+        """The endpoints of the nodes from which requests are streamed now."""
         return {request.endpoint for request in self._requests.values() if request.endpoint}
 
     # --- what happens -------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, now: float) -> list[Action]:
-        """Submit `request`. No live request may have one of its rids."""
+        """Take a new request and submit it. None of its rids may be live (`is_taken`)."""
         assert not self.is_taken(request), f"{request.rid} is live already"
         self._requests[request.rid] = request
         self._by_key.update(dict.fromkeys(request.submits, request))
@@ -104,7 +108,8 @@ class ClientCore:
         return self._submit(request, request.first, now)
 
     def received(self, peer: str, message: Message, now: float) -> list[Action]:
-        """Handle `message` of the controller or node at `peer`. A message that comes too late is ignored."""
+        """Handle `message` of the controller or node at `peer`. A message that comes too late, or that is for no live
+        request, is ignored."""
         if isinstance(message, Tokens):
             request = self._requests.get(message.rid)
             actions = self._tokens(request, peer, message, now) if request is not None else []
@@ -125,12 +130,13 @@ class ClientCore:
         return self._done(request, key, message, now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
-        """Cancel the request `rid` if it is live."""
+        """End the request `rid` as cancelled: its result is among the actions. Nothing if it is not live."""
         request = self._requests.get(rid)
         return self._end(request, "cancelled", now, "cancelled", "cancelled by the caller") if request else []
 
     def tick(self, now: float) -> list[Action]:
-        """Check deadlines, silence and back-off. Called several times a second while there are requests."""
+        """Check deadlines, silent streams, missing answers and waits before a retry. Call it several times a second
+        while there are requests."""
         return [action for request in list(self._requests.values()) for action in self._tick(request, now)]
 
     # --- inside: of one request ---------------------------------------------------------------------------------

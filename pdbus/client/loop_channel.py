@@ -33,7 +33,8 @@ _T = TypeVarTuple("_T")
 
 
 class LoopChannel:
-    """A `Channel` for one event loop. Only that loop may call it, except `cancel` and `drop`.
+    """A `Channel` for the running event loop, whose thread is the only one that may call it, except for `cancel` and
+    `drop`.
 
     It runs from `open` to `stop`, or to the end of the loop: `asyncio.run` then closes the asynchronous generators that
     it knows, and `_lifetime` is one of them.
@@ -65,16 +66,18 @@ class LoopChannel:
         self._timer = self.loop.call_later(TICK_S, self._tick)
 
     async def open(self) -> None:
+        """Register with the loop, so that the channel ends with it. Call it once before the others."""
         await anext(self._running)
 
     def begin(self, request: Request, sink: Sink) -> None:
-        """Start a request; see `Channel.begin`."""
+        """Start a request; see `Channel.begin`. `sink` is called on the loop's thread, perhaps before this returns."""
         self._raise_if_over()
         self._run(self._traffic.begin, request, sink)
         self._raise_if_over()
 
     def cancel(self, rid: str, sink: Sink | None = None) -> None:
-        """Cancel a request, from any thread; see `Channel.cancel`."""
+        """Cancel a request, from any thread, without waiting; see `Channel.cancel`. Nothing in a closed channel or a
+        forked child."""
         if self.closed or self._pid != os.getpid():
             return
         if asyncio._get_running_loop() is self.loop:
@@ -104,7 +107,8 @@ class LoopChannel:
         return answer
 
     async def stop(self) -> None:
-        """Cancel live requests and leave; idempotent. Every sink has its Result when this returns."""
+        """Cancel live requests, wait until the sockets are closed; a second call waits for the same. Every sink has its
+        Result when this returns."""
         async with self._stopping:
             try:
                 await self._running.aclose()
@@ -114,8 +118,8 @@ class LoopChannel:
                 await self._left.wait()
 
     def stop_soon(self) -> None:
-        """Begin `stop`; the caller waits for `gone`. It makes no task, because that would be lost if the loop ends
-        now."""
+        """Cancel live requests and begin to close the sockets, without waiting; the future `gone` is done then. It
+        makes no task, because that would be lost if the loop ends now."""
         self._leave()
         with suppress(RuntimeError):  # the end of the loop is closing it already
             self.loop.run_in_executor(None, self._close)
@@ -125,7 +129,8 @@ class LoopChannel:
         raise_if_forked(self._pid)
 
     def abandon(self) -> None:
-        """Stop the channel of a loop that no longer runs; on any thread."""
+        """Stop the channel of a loop that no longer runs, from any thread; blocks until the sockets are closed. If the
+        loop is closed, results are dropped."""
         if self.loop.is_closed():
             self._traffic.drop_results()
         self._leave()
@@ -194,6 +199,6 @@ class LoopChannel:
 
 
 def raise_if_forked(pid: int) -> None:
-    """Raise PartFailed if this process is not `pid`."""
+    """Raise PartFailed if this process is not `pid`: a client belongs to the process that made it."""
     if pid != os.getpid():
         raise PartFailed("this client is the parent process's: in a forked child, make another")

@@ -1,4 +1,6 @@
-"""The arguments of a caller: the controllers of a client, and the options of a request, which become its record.
+"""The arguments of a caller: the controllers of a client, and the options of a request, which become its record. A leg
+is one rank's share of a request (prefill, decode, or both: unified); the two legs of a pair find each other by their
+room, a number.
 
 Owns names, defaults and their meaning, and what a client reads from a status; sends and keeps nothing. It refuses only
 what cannot be put on the wire. Everything else (an empty prompt, a rank that does not exist, a room out of range) is
@@ -43,21 +45,23 @@ MAX_PROMPT_TOKENS = PAYLOAD_MAX // 4 - 1024  # leaves space for the output so fa
 
 @dataclass(frozen=True, slots=True)
 class Controllers:
-    """The controllers of a client: one for everything, or one for each leg of a pair (both get the same room)."""
+    """The client endpoints of a client's controllers: one for everything, or one for each leg of a pair (both get the
+    same room). `prefill` None: there is one."""
 
     decode: str
     prefill: str | None
 
     @property
     def endpoints(self) -> tuple[str, ...]:
+        """The endpoints, that of decode first."""
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
 
 def controllers_of(
     controller: str | None, prefill_controller: str | None, decode_controller: str | None
 ) -> Controllers:
-    """Return the controllers that are named: one, or one for each leg, or none (then the default address). Raises
-    ConfigError for anything else."""
+    """Return the endpoints of the controllers with these base addresses: one, or one for each leg, or none (then the
+    default address). Raises ConfigError for another combination or a wrong address."""
     if (prefill_controller is None) != (decode_controller is None):
         raise ConfigError("prefill_controller and decode_controller go together")
     if prefill_controller is None or decode_controller is None:
@@ -199,10 +203,12 @@ def make_request(
     eos_ids: Sequence[int] = (),
     asked_us: int = 0,
 ) -> Request:
-    """Return the request for the prompt `ids`. Raises ConfigError for invalid options.
+    """Return the request for the prompt `ids`, not yet submitted. Raises ConfigError for invalid options; option names
+    must have been checked.
 
     `leg` and `block_tokens` are the defaults of these options, `eos_ids` the tokens that end the output, `asked_us` the
-    time of the call (microseconds since 1970). `rng` draws room, seed and rid.
+    time of the call (microseconds since 1970). `rng` draws room, seed and rid where `options` has none. `at` with two
+    controllers gives a submit for each.
     """
     max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
     if max_tokens < 1:
@@ -312,7 +318,8 @@ def _of_prefill(decode: Submit) -> Submit:
 
 
 def prompt_bytes(ids: Sequence[int]) -> bytes:
-    """Return the prompt frame. Raises ConfigError for anything but a list of token ids."""
+    """Return the prompt frame: int32 little-endian. Raises ConfigError for anything but token ids, or for more than
+    MAX_PROMPT_TOKENS."""
     if len(ids) > MAX_PROMPT_TOKENS:
         raise ConfigError(f"a prompt has at most {MAX_PROMPT_TOKENS} tokens, this one has {len(ids)}")
     try:
@@ -352,7 +359,7 @@ def _unfit(message: Message) -> str:
 
 
 def any_rank(status: Status) -> bool:
-    """Return true if a rank has joined."""
+    """Return true if a rank has joined the controller and has not left."""
     return any(rank.state != "gone" for rank in status.ranks)
 
 
@@ -370,7 +377,8 @@ def _leg_of(roles: set[Role]) -> Legs | None:
 
 
 def block_tokens_for(status: Status) -> int:
-    """Return the block size for hashes of prompts; 0 where no method uses hashes, or where ranks differ in it."""
+    """Return the block size (tokens) for hashes of prompts; 0 (send none) where no balancing method uses hashes, or
+    where ranks differ in it."""
     sizes = {rank.block_tokens for rank in status.ranks if rank.role in status.uses_hashes and rank.state != "gone"}
     return sizes.pop() if len(sizes) == 1 else 0
 
@@ -390,6 +398,7 @@ def model_of(status: Status) -> str:
 def patience(
     retries: int, connect_timeout_s: float, overloaded_s: float = math.inf, no_rank_s: float = math.inf
 ) -> Patience:
+    """Return the limits of a client's retries. Raises ConfigError for values out of range."""
     if retries < 0 or not 0 < connect_timeout_s < math.inf:
         raise ConfigError("retries must be at least 0, and connect_timeout_s a number of seconds above 0")
     if not (overloaded_s >= 0 and no_rank_s >= 0):

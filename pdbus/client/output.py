@@ -77,12 +77,13 @@ class Ended(Struct, frozen=True, gc=False):
 
 
 def failure(rid: str, code: Code, message: str) -> Result:
-    """Return the result of a request that never began."""
+    """Return the result of a request that failed before it began; `message` is the reason in a sentence."""
     return Result(rid, "failed", (), 1, None, None, None, "", 0.0, 0.0, code, message)
 
 
 class ModelTexts:
-    """A client's tokenizers by model, each loaded once. Any thread may use it."""
+    """A client's tokenizers by model, each loaded once. Any thread may use it. `places` gives tokenizers by model
+    (None: the models' own files)."""
 
     def __init__(self, model: str = "", places: Places | None = None) -> None:
         self.model = model  # for text without a model named; empty while it is unknown
@@ -91,7 +92,8 @@ class ModelTexts:
         self._loaded: dict[str, ModelText] = {}
 
     def of(self, model: str) -> ModelText:
-        """Return the text of `model`. Raises ConfigError when there is no tokenizer, or when packages are missing."""
+        """Return the text of `model`; the first call loads it, which may take seconds, and others wait for it. Raises
+        ConfigError when there is no tokenizer, or when packages are missing."""
         from pdbus.text.models import text_for
 
         with self._lock:
@@ -101,8 +103,9 @@ class ModelTexts:
             return found
 
     def prompt(self, model: str, text: str, chat: bool, system: str | None) -> tuple[ModelText, list[int]]:
-        """Return the model's text, and the ids of a prompt that asks for an answer to `text` (or, without `chat`, is
-        it)."""
+        """Return the model's text, and the ids of a prompt: with `chat`, a conversation of the `system` message (None:
+        none) and the user's `text`; otherwise `text` as it is. Loads and raises as `of` does; ConfigError also without
+        a chat template."""
         its = self.of(model)
         if not chat:
             return its, its.encode(text)

@@ -38,7 +38,7 @@ class _Question(Generic[A]):
 
 
 class Questions:
-    """The open questions of one client."""
+    """The open questions of one client. For one thread; futures may be cancelled by any. `now` is in seconds."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Question[Any]] = {}  # by number; a question that is asked again gets a new one
@@ -56,13 +56,14 @@ class Questions:
         enough: Callable[[A], bool] | None = None,
         repeat_s: float = REPEAT_S,
     ) -> None:
-        """Have `tick` send `make(number)` to `peer` every `repeat_s` seconds, until a message of `kind` becomes the
-        result of `answer` or `wait_s` seconds have passed. An answer that is not `enough` is asked for again; when time
-        is up, the last one counts."""
+        """Open a question: `tick` sends `make(number)` to `peer` every `repeat_s` seconds, until a message of `kind`
+        becomes the result of `answer` or `wait_s` seconds have passed. With `enough`, an answer for which it returns
+        false is asked for again; when time is up, the last one counts, and PeerLost if there is none."""
         self._put(_Question(peer, make, kind, answer, enough, repeat_s, now, now + wait_s))
 
     def answered(self, peer: str, message: Message, now: float) -> None:
-        """Handle an answer of `peer`. One that belongs to no open question is ignored."""
+        """Handle an answer of `peer`: set its question's future, to RequestFailed for a refusal. One that belongs to no
+        open question is ignored."""
         number: int = getattr(message, "id", 0)
         question = self._open.get(number)
         if question is None or question.peer != peer:
@@ -83,7 +84,8 @@ class Questions:
                 self._put(question)
 
     def tick(self, now: float) -> list[Send]:
-        """Return the questions to send now, for the first time or again."""
+        """Return the questions to send now, for the first time or again, and end those whose time is up. Call it after
+        `ask` and regularly."""
         sends: list[Send] = []
         for number, question in list(self._open.items()):
             if question.answer.done():
@@ -122,7 +124,7 @@ class Questions:
 
 
 def settle(answer: Future[A], outcome: A | Exception) -> None:
-    """Set the outcome of `answer`, unless another thread has cancelled it, perhaps at this moment."""
+    """Set the result or exception of `answer`, unless it is done or cancelled. Safe while other threads cancel it."""
     if answer.done() or not answer.set_running_or_notify_cancel():
         return
     if isinstance(outcome, Exception):

@@ -1,4 +1,5 @@
-"""One request at the client: its record, and the tables that give the next state of it and of each of its submits.
+"""One request at the client: its record, and the tables that give the next state of it and of each of its submits. A
+submit is the message that gives a request to a controller; an attempt is one try of it, counted from 1.
 
 Owns the data of a request. Which messages are sent, and when, is decided by `core`.
 """
@@ -34,6 +35,8 @@ class Event(Enum):
 
 
 class State(Enum):
+    """The state of a request."""
+
     NEW = "new"
     SUBMITTED = "submitted"  # waits for `accepted`
     RUNNING = "running"  # accepted; attached, where there is a stream
@@ -45,6 +48,8 @@ class State(Enum):
 
 
 class SubmitState(Enum):
+    """The state of one of a request's submits."""
+
     ASKED = "asked"  # waits for its controller's answer; repeated until it comes
     TAKEN = "taken"  # its controller gave it to a rank
     OVER = "over"  # done, or failed
@@ -78,8 +83,8 @@ class Request:
     """A request and its progress.
 
     The main submit is the first one, and nearly always the only one. It has the request's rid, it streams the tokens
-    (unless it is a lone prefill leg), and the request ends when it ends. With one controller for each leg there is a
-    second submit, which is cancelled or retried together with the main one.
+    (unless it is a lone prefill leg), and the request ends when it ends. With one controller for each leg (prefill and
+    decode) there is a second submit, which is cancelled or retried together with the main one.
     """
 
     __slots__ = (
@@ -137,6 +142,7 @@ class Request:
 
     @property
     def main(self) -> Submit:
+        """The main submit."""
         for submit in self.submits.values():
             return submit
         raise AssertionError
@@ -147,27 +153,29 @@ class Request:
         return max([submit.attempt for submit in self.submits.values()])
 
     def name_pair_attempt(self, attempt: int) -> None:
-        """Name this attempt in each submit of a pair at two controllers; each of these may count on by itself."""
+        """Write this attempt into each submit of a pair at two controllers; each of these may count on by itself."""
         for key, submit in self.submits.items():
             self.submits[key] = msgspec.structs.replace(submit, pair_attempt=attempt)
 
     def number(self, key: SubmitKey, attempt: int) -> None:
-        """Set the attempt of the submit `key`."""
+        """Set the attempt of the submit `key`: that of a new try, or the one that its controller has named."""
         if attempt != self.submits[key].attempt:
             self.submits[key] = msgspec.structs.replace(self.submits[key], attempt=attempt)
 
     @property
     def may_run(self) -> bool:
-        """Return true while a rank may have the last attempt: its controller has not answered yet."""
+        """True while a rank may have the last attempt without our knowledge: a controller has not answered yet."""
         return any(
             state is SubmitState.ASKED and self.queued.get(key) != self.submits[key].attempt
             for key, state in self.submit_states.items()
         )
 
     def takes(self, event: Event) -> bool:
+        """Return true if `event` is valid for the request now."""
         return event in NEXT[self.state]
 
     def move(self, event: Event) -> None:
+        """Take `event` to the next state; AssertionError if it is not valid."""
         state = NEXT[self.state].get(event)
         assert state is not None, f"{self} cannot take {event}"
         self.state = state
@@ -177,12 +185,14 @@ class Request:
         return event in SUBMIT_NEXT[self.submit_states[key]]
 
     def move_at(self, key: SubmitKey, event: Event) -> None:
+        """Take `event` to the next state of the submit `key`; AssertionError if it is not valid."""
         state = SUBMIT_NEXT[self.submit_states[key]].get(event)
         assert state is not None, f"{self} cannot take {event} at {key}"
         self.submit_states[key] = state
 
     def header(self, key: SubmitKey, now: float, avoid: tuple[MemberKey, ...] = ()) -> Submit:
-        """Return the header to submit now: the output so far counts as prompt, and `avoid` names ranks to avoid."""
+        """Return the header to submit now: the output so far counts as prompt, `deadline_s` is what is left of it, and
+        `avoid` names ranks to avoid."""
         first, have = self.submits[key], len(self.ids)
         if not have and not avoid and now == self.began_at:
             return first

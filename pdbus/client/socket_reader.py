@@ -23,8 +23,9 @@ Handler = Callable[[list[bytes]], None]
 
 
 class SocketReader:
-    """Passes each message of a watched socket to its handler. `flush` sends pending messages; it is called soon after
-    `turn_soon`. An exception of a handler or of `flush` ends the reading and is passed to `failed`."""
+    """Passes each message of a watched socket to its handler, on the loop's thread. `flush` sends pending messages; it
+    is called in the next turn of the loop after `turn_soon`. An exception of a handler or of `flush` is passed to
+    `failed`. For the loop's thread alone."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, flush: Callable[[], None], failed: Callable[[Exception], None]
@@ -39,28 +40,32 @@ class SocketReader:
         self._skipping: set[Socket] = set()  # sockets in the middle of a message with too many frames
 
     def watch(self, socket: Socket, handler: Handler) -> None:
+        """Call `handler` with the frames of each message of `socket` from now on."""
         descriptor = int(socket.getsockopt(zmq.FD))
         self._handlers[socket] = descriptor, handler
         self._loop.add_reader(descriptor, self._read, socket, True)
         self._look_soon(socket)
 
     def unwatch(self, socket: Socket) -> None:
+        """Stop watching a socket; it is not closed."""
         descriptor, _ = self._handlers.pop(socket)
         self._skipping.discard(socket)
         if not self._loop.is_closed():
             self._loop.remove_reader(descriptor)
 
     def close(self) -> None:
-        """Stop watching all sockets."""
+        """Stop watching all sockets, for good; they are not closed."""
         self.closed = True
         for socket in list(self._handlers):
             self.unwatch(socket)
 
     def send(self, socket: Socket, message: Sequence[bytes]) -> None:
+        """Send a message without waiting. Raises zmq.Again if the socket's queue is full."""
         frames.send(socket, message)
         self._unseen.add(socket)
 
     def turn_soon(self) -> None:
+        """Have the loop call `flush` and read the sockets in its next turn; several calls are one."""
         if not self._turning and not self.closed:
             self._turning = True
             self._loop.call_soon(self._turn)

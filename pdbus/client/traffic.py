@@ -1,4 +1,5 @@
-"""The messages of a client: its sockets, its core and its questions, on one thread. Decides nothing.
+"""The messages of a client: its sockets, its core (which decides about requests) and its questions (status, drain,
+trace), on one thread. Decides nothing.
 
 `channel` or `loop_channel` runs it, on a thread of its own or on the caller's loop, and waits for the sockets.
 """
@@ -88,6 +89,8 @@ class Traffic:
             self._connect(endpoint)
 
     def begin(self, request: Request, sink: Sink) -> None:
+        """Submit a request. `sink` gets new token ids as they come, and at the end the Result; at once, if its rid is
+        live already."""
         if self._core.is_taken(request):
             why = f"this client has a live request with the rid {request.rid!r}"
             sink(failure(request.rid, "duplicate_rid", why))
@@ -96,7 +99,7 @@ class Traffic:
         self._do(self._core.begin(request, self._clock()))
 
     def cancel(self, rid: str, sink: Sink | None = None) -> None:
-        """Cancel the request `rid`; with `sink`, only if it is the request of that sink."""
+        """Cancel the request `rid` if it is live; with `sink`, only if it is the request of that sink."""
         if sink is None or self._sinks.get(rid) == sink:
             self._do(self._core.cancel(rid, self._clock()))
 
@@ -110,12 +113,14 @@ class Traffic:
         until: Callable[[A], bool] | None,
         repeat_s: float,
     ) -> None:
+        """Ask `controller`, see `Questions.ask`. `timeout_s` None: the patience's `connect_timeout_s`."""
         now = self._clock()
         wait_s = self._patience.connect_timeout_s if timeout_s is None else timeout_s
         self._questions.ask(controller, make, kind, answer, now, wait_s, enough=until, repeat_s=repeat_s)
         self._do(self._questions.tick(now))
 
     def tick(self) -> None:
+        """Do what is due: retries, deadlines, repeated questions, dropped requests, idle connections."""
         now = self._clock()
         if self.dropped or self._unread:
             self._end_unread()
@@ -139,7 +144,8 @@ class Traffic:
                     self._sockets.close_socket(peer.socket)
 
     def leave(self, why: Exception | None = None) -> None:
-        """Cancel live requests and close the sockets. Open questions fail with `why`, or are cancelled."""
+        """Cancel live requests (their sinks get results) and close the sockets. Open questions fail with `why`; None:
+        they are cancelled."""
         for rid in list(self._sinks):
             self.cancel(rid)
         self._questions.drop(why)
@@ -160,11 +166,12 @@ class Traffic:
             self._send(action)
 
     def drop_results(self) -> None:
-        """Drop all further results, because the callers are gone."""
+        """Deliver nothing from now on, because the callers are gone."""
         self._sinks = dict.fromkeys(self._sinks, lambda update: None)
 
     def fail(self) -> None:
-        """End all requests and questions after a bug of ours, so that no caller waits without end."""
+        """Give every request and question a failure as its end, after a bug of ours, so that no caller waits without
+        end."""
         while self._sinks:
             rid, sink = self._sinks.popitem()
             sink(broken(rid))
@@ -249,8 +256,10 @@ def check_question(make: Callable[[int], Message], timeout_s: float | None) -> N
 
 
 def broken(rid: str) -> Result:
+    """Return the result of a request that a bug in the client has ended."""
     return failure(rid, "shutting_down", "the client broke; its log says why")
 
 
 def bug() -> PartFailed:
+    """Return the error for questions that a bug in the client has ended."""
     return PartFailed("the client broke; its log says why")
