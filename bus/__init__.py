@@ -1,8 +1,10 @@
-"""The bus: messages, sockets, publications and the bootstrap broker. It knows neither nodes nor controller.
+"""The bus connects the processes that serve a model: ranks (engine processes) publish their load and rooms, and the
+broker forwards this and answers which prefill rank has a request's room. This package knows neither nodes nor
+controller.
 
-This package has the names that an engine embeds. The cores for a loop of its own are in `bus.embed.checked`, the wire
-is in `bus.wire.messages` and `docs/protocol.md`. Names are loaded when they are
-first used, so importing the package is cheap.
+It hands out the names that an engine embeds. The cores for a loop of its own are in `bus.embed.checked`, the wire is in
+`bus.wire.messages` and `docs/protocol.md`. Names are loaded when they are first used, so importing the package is
+cheap.
 """
 
 from __future__ import annotations

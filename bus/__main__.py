@@ -1,4 +1,4 @@
-"""`python -m bus`: the broker as a process. Owns its options and signals."""
+"""`python -m bus`: the broker as a process, until SIGINT or SIGTERM. This module owns its options and signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The actions that pure cores ask their shells to do. This module owns the vocabulary only.
+"""The actions that a pure core returns and its shell (the code that has the sockets and the clock) carries out, in
+order. This module owns the vocabulary only.
 
 A core is `handle(event, now) -> list[Action]`: no sockets, clocks, threads or global random numbers inside; `now` is
 seconds on a monotonic clock. Events and actions, here and in each core, are frozen trees that the garbage collector
@@ -30,7 +31,8 @@ class Publish(Struct, frozen=True, gc=False):
 
 
 class Note(Struct, frozen=True, gc=False):
-    """A log line: `event` has the form noun.past_verb."""
+    """A log line for the shell to write: `event` has the form noun.past_verb, `level` is debug, info, warning or error,
+    and `fields` are its keys."""
 
     event: str
     level: str = "info"

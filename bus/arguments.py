@@ -1,7 +1,8 @@
-"""Checks of a caller's arguments, before anything is changed: TypeError for another type, ValueError for an invalid
-value.
+"""Checks of the arguments that a program gives to our cores, made before anything is changed: TypeError for a value of
+another type, ValueError for an invalid value. `name` is the argument's name in the error.
 
-They are for parts without a thread; `bus.wire.codec` checks what comes over the wire.
+They are for the cores that a program calls on a loop of its own (`bus.embed.checked`); `bus.wire.codec` checks what
+comes over the wire.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ LONGEST_S = 1e12
 
 
 def number(value: object, name: str) -> float:
-    """Return `value`, a number of any library, as a float, which may be infinite or not a number."""
+    """Return `value`, a number of any library, as a float, which may be infinite or not a number. TypeError for
+    anything else."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     try:
@@ -35,7 +37,7 @@ def number(value: object, name: str) -> float:
 
 
 def seconds(value: object, name: str = "now") -> float:
-    """Return `value` as a finite number of seconds."""
+    """Return `value` as a number of seconds that is finite, of any sign; ValueError beyond LONGEST_S."""
     found = number(value, name)
     if not abs(found) <= LONGEST_S:
         raise ValueError(f"{name} must be a finite number of seconds")
@@ -43,7 +45,7 @@ def seconds(value: object, name: str = "now") -> float:
 
 
 def positive(value: object, name: str) -> float:
-    """Return `value` as more than 0 and finite."""
+    """Return `value` as a finite float above 0; ValueError for any other number."""
     found = seconds(value, name)
     if found <= 0:
         raise ValueError(f"{name} must be more than 0")
@@ -58,7 +60,8 @@ def instance_name(value: object, name: str) -> str:
 
 
 def count(value: object, name: str) -> int:
-    """Return `value`, an integer of any library, as a count that can go over the wire."""
+    """Return `value`, an integer of any library, as an int from 0 to 2^63 - 1, the largest that goes over the wire.
+    TypeError for what is no integer, ValueError outside."""
     found = int(index(value))  # type: ignore[arg-type]  # TypeError for what is none
     if not 0 <= found <= MAX_ROOM:
         raise ValueError(f"{name} must be between 0 and {MAX_ROOM}")
@@ -66,7 +69,8 @@ def count(value: object, name: str) -> int:
 
 
 def message(value: object, kind: type[M]) -> M:
-    """Return `value` if it is a message of this kind that could come over the wire."""
+    """Return `value` itself, if its class is exactly `kind` (else TypeError) and its fields are valid on the wire (else
+    ValueError)."""
     if type(value) is not kind:
         raise TypeError(f"{kind.__name__} expected, not {type(value).__name__}")
     try:
@@ -77,7 +81,9 @@ def message(value: object, kind: type[M]) -> M:
 
 
 def typed(config: Any, *, called: Callable[[str], str] = str) -> None:
-    """Raise ConfigError unless each field of a dataclass that is declared as a text, a number or a yes or no is one."""
+    """Raise ConfigError if a field of the dataclass instance `config` has a value of another type than it declares.
+    Only fields that are declared as text, number, true or false, or a tuple that this module knows are checked.
+    `called` gives the name of a field in the error."""
     for field in fields(config):
         value, declared = getattr(config, field.name), str(field.type)
         kind, words = _KINDS.get(declared.partition("[")[0], (object, ""))

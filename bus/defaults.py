@@ -29,5 +29,6 @@ TRACE_BYTES = 8 << 20  # of requests that are over, remembered by each controlle
 
 
 def bounded_interval_s(declared_s: float) -> float:
-    """Return the interval that others assume for a rank, bounded: a rank cannot declare itself alive without end."""
+    """Return the publishing interval that a rank declares, in seconds, moved into INTERVAL_MIN_S to INTERVAL_MAX_S.
+    Leases follow from it, so a rank cannot declare itself alive without end."""
     return min(INTERVAL_MAX_S, max(INTERVAL_MIN_S, declared_s))

@@ -1,8 +1,7 @@
-"""Addresses. A user names one base address a part; this module derives the sockets' endpoints from it.
+"""Addresses. A user names one base address a part; this module derives the endpoints of the part's sockets from it.
 
-`ipc:///dir/bus` gives `ipc:///dir/bus.pub`, ...; `tcp://host:5550` gives that port and the ones after it. This
-module owns the rules for directories and loopback, and the reasons why an address may not answer; it must not open
-sockets.
+`ipc:///dir/bus` gives `ipc:///dir/bus.pub`, ...; `tcp://host:5550` gives that port and the ones after it. This module
+owns the rules for directories and loopback, and the reasons why an address may not answer; it must not open sockets.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ WILDCARDS = ("", "*", "0.0.0.0", "::")
 
 
 def runtime_dir() -> Path:
-    """Return the default directory of ipc sockets: `$PDBUS_DIR`, else one under the user's runtime or temp
-    directory."""
+    """Return the default directory of ipc sockets: `$PDBUS_DIR`, else one under the user's runtime or temp directory.
+    It may not exist yet."""
     if chosen := os.environ.get("PDBUS_DIR"):
         return Path(chosen)
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -38,7 +37,8 @@ def runtime_dir() -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` with mode 0700; ConfigError when it belongs to another user or is open to others."""
+    """Make the directory `path` with mode 0700 and return it. ConfigError when it cannot be made, belongs to another
+    user or is open to others."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.stat()
@@ -52,9 +52,10 @@ def private_dir(path: Path) -> Path:
 
 
 def check_dir(path: Path) -> None:
-    """ConfigError where another user may listen at the sockets in `path`: the directory is neither ours nor root's,
-    or others may put files there (allowed beside a sticky bit, as in /tmp). A group may write to what is root's, as
-    Kubernetes' `fsGroup` does. Our own default directory is made first, before another user can make it."""
+    """Raise ConfigError where another user may listen at the sockets in `path`: the directory is neither ours nor
+    root's, or others may put files there (allowed beside a sticky bit, as in /tmp). A group may write to what is
+    root's, as Kubernetes' `fsGroup` does. Our own default directory is made first, before another user can make it. A
+    path that does not exist passes."""
     if path == runtime_dir():
         with suppress(OSError):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,7 +93,7 @@ def why_no_data_dir(path: str) -> str:
 
 
 def check_base(base: str) -> str:
-    """Return `base` unchanged, or ConfigError with what is wrong with it."""
+    """Return `base` unchanged if it is a valid base address, else raise ConfigError with what is wrong with it."""
     if not isinstance(base, str):
         raise ConfigError(f"{base!r:.60}: an address is text, like tcp://127.0.0.1:5550")
     scheme, _, rest = base.partition("://")
@@ -111,7 +112,8 @@ def check_base(base: str) -> str:
 
 
 def is_exposed(endpoint: str) -> bool:
-    """Return true if `endpoint` can be reached from another machine."""
+    """Return true if `endpoint` can be reached from another machine: tcp, and no loopback address. A host name counts
+    as reachable."""
     scheme, _, rest = endpoint.partition("://")
     if scheme != "tcp":
         return False
@@ -173,7 +175,8 @@ def _derive(base: str, suffix: str, step: int) -> str:
 
 @dataclass(frozen=True)
 class BusAddress:
-    """The broker's three sockets (tcp: three ports from the base on)."""
+    """The endpoints of the broker's three sockets, from a base address (tcp: three ports from the base on). ConfigError
+    if it is invalid."""
 
     base: str
 
@@ -182,24 +185,25 @@ class BusAddress:
 
     @property
     def publish(self) -> str:
-        """The SUB socket to which publishers connect."""
+        """The endpoint of the SUB socket to which publishers connect."""
         return _derive(self.base, "pub", 0)
 
     @property
     def subscribe(self) -> str:
-        """The PUB socket to which subscribers connect."""
+        """The endpoint of the PUB socket to which subscribers connect."""
         return _derive(self.base, "sub", 1)
 
     @property
     def bootstrap(self) -> str:
-        """The ROUTER socket for queries and watches."""
+        """The endpoint of the ROUTER socket for queries and watches."""
         return _derive(self.base, "bootstrap", 2)
 
 
 @dataclass(frozen=True)
 class ControllerAddress:
-    """A controller's two ROUTER sockets (tcp: two ports from the base on). `tcp://host:5560#NAME` names the
-    controller's key that this address must prove, where there are several."""
+    """The endpoints of a controller's two ROUTER sockets, from a base address (tcp: two ports from the base on).
+    `tcp://host:5560#NAME` names the controller's key that this address must prove, where there are several. ConfigError
+    if it is invalid."""
 
     base: str
 
@@ -208,12 +212,12 @@ class ControllerAddress:
 
     @property
     def clients(self) -> str:
-        """The ROUTER socket to which clients connect."""
+        """The endpoint of the ROUTER socket to which clients connect."""
         return self._derive("clients", 0)
 
     @property
     def nodes(self) -> str:
-        """The ROUTER socket to which ranks connect."""
+        """The endpoint of the ROUTER socket to which ranks connect."""
         return self._derive("nodes", 1)
 
     def _derive(self, suffix: str, step: int) -> str:

@@ -57,8 +57,9 @@ class PeerLost(BusError):
 class RequestFailed(BusError):
     """A request ended without its answer.
 
-    `code` is one of the codes of `docs/protocol.md` (see `bus.wire.codes.Code`). `retryable` is true where the same
-    request may succeed later, and `retry_after_s` is the time to wait before it.
+    `code` is one of the codes of `docs/protocol.md` (see `bus.wire.codes.Code`), `message` a sentence for people.
+    `retryable` is true where the same request may succeed later, and `retry_after_s` is the time to wait before it, in
+    seconds; 0: not known.
     """
 
     def __init__(self, code: str, message: str, *, retryable: bool = False, retry_after_s: float = 0.0) -> None:

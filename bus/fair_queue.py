@@ -1,4 +1,5 @@
-"""Turns among clients that share a resource: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996).
+"""Turns among clients that share a resource: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). The queues of
+controller and nodes ask it which client is next.
 
 Pure. Each client has a clock that advances by the tokens it is served. The client with the lowest clock is next. A
 client that is new, or comes back, starts at the clock of the client served last, so no client saves up turns.
@@ -10,23 +11,24 @@ from collections.abc import Iterable
 
 
 class FairQueue:
-    """The clocks of the clients. A client is any name, usually that of a key. All operations are O(1); `next` is
-    O(number of given clients)."""
+    """The clocks of the clients; it holds no requests. A client is any name, usually that of a key. All operations are
+    O(1); `next` is O(number of given clients)."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, int] = {}  # tokens; of clients that wait, and of those that did while others have
         self._now = 0  # the clock of the client that was served last, before it was
 
     def enter(self, client: str) -> None:
-        """Add a client that has begun to wait."""
+        """Record that a client has begun to wait, before `serve`, `clock` or `next` may name it."""
         self._clocks[client] = max(self._clocks.get(client, 0), self._now)
 
     def serve(self, client: str, tokens: int) -> None:
+        """Advance the client's clock by the `tokens` of the request that it is served now."""
         self._now = self._clocks[client]
         self._clocks[client] += tokens
 
     def clock(self, client: str) -> int:
-        """Return the client's clock. A client with a lower clock comes first."""
+        """Return the client's clock, in tokens. A client with a lower clock comes first."""
         return self._clocks[client]
 
     def next(self, clients: Iterable[str]) -> str:

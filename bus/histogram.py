@@ -1,5 +1,4 @@
-"""Latencies counted by upper bound: a status carries the counts, Prometheus scrapes them, `pdbus top` reads
-quantiles.
+"""Latencies counted by upper bound: a status carries the counts, Prometheus scrapes them, `pdbus top` reads quantiles.
 
 Counts only grow, so the difference of two readings has the latencies between them. Pure.
 """
@@ -19,7 +18,9 @@ BOUNDS_S = (
 
 
 class Histogram:
-    """Counts of observed values by upper bound. It belongs to one thread, which gives out `frozen()` copies."""
+    """Counts of observed values by upper bound (`bounds`, ascending; by default latencies in seconds), and their sum
+    `total`. The last of `buckets` counts values beyond the last bound. It belongs to one thread, which gives out
+    `frozen()` copies."""
 
     __slots__ = ("bounds", "buckets", "total")
 
@@ -29,10 +30,12 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
+        """Count one value, in the unit of `bounds`."""
         self.buckets[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def frozen(self) -> Distribution:
+        """Return a copy that other threads may read."""
         return Distribution(self.bounds, tuple(self.buckets), self.total)
 
 
@@ -51,7 +54,8 @@ def trimmed(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def since(counts: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
-    """Return what the same counter counted after `before`. A counter that is lower than before was started again."""
+    """Return what a counter counted between two readings of it, `before` and now (`counts`). If `counts` is lower
+    anywhere, the counter was started again, and all of `counts` is returned."""
     more = [count - (before[at] if at < len(before) else 0) for at, count in enumerate(counts)]
     return tuple(more) if len(before) <= len(counts) and min(more, default=0) >= 0 else tuple(counts)
 

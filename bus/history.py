@@ -1,4 +1,4 @@
-"""The records that a part keeps of requests that are over, for `pdbus trace`. Pure."""
+"""The records that a controller or a rank keeps of requests that are over, for `pdbus trace`. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _R = TypeVar("_R", bound=Struct)
 
 
 class History(Generic[_R]):
-    """The last records of a `kind`, as many as fit into `max_bytes`; 0: none. A kind is a Struct that is encoded as
-    an array and whose first field is the rid.
+    """The last records of a `kind`, as many as fit into `max_bytes`; 0: none. A kind is a Struct that is encoded as an
+    array and whose first field is the rid (the request's id).
 
     The records are kept encoded: that is smaller, and the garbage collector does not walk through bytes
-    (docs/performance.md).
+    (docs/performance.md). `len` gives their number.
     """
 
     def __init__(self, kind: type[_R], max_bytes: int) -> None:
@@ -33,7 +33,8 @@ class History(Generic[_R]):
         return len(self._kept)
 
     def of(self, rid: str) -> list[_R]:
-        """Return the records of this request, the oldest first."""
+        """Return the records of the request with this rid, the oldest first; empty if none is kept. It searches all
+        records."""
         name, at = self._encode(rid), self._rid_at
         return [self._decoder.decode(record) for record in self._kept if record.startswith(name, at)]
 
@@ -53,7 +54,7 @@ class History(Generic[_R]):
 
     @property
     def oldest(self) -> _R | None:
-        """The oldest record that is kept."""
+        """The oldest record that is kept; None if there is none."""
         return self._decoder.decode(self._kept[0]) if self._kept else None
 
     def limit(self, max_bytes: int) -> None:

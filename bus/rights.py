@@ -44,20 +44,21 @@ def may(peer: Any, *roles: KeyRole) -> bool:
 
 
 def speaks_for(peer: Any, instance: str) -> bool:
-    """Return true if the peer may send in the name of the ranks of `instance`."""
+    """Return true if the peer may send in the name of the ranks of `instance`, or there are no keys."""
     key = key_of(peer)
     return not key or key == f"nodes/{instance}"
 
 
 def owns(peer: Any, owner: str) -> bool:
-    """Return true if the peer may read and end what belongs to the key `owner`."""
+    """Return true if the peer may read and end what belongs to the key `owner`; everyone may if `owner` is empty, and a
+    peer without a key may do all."""
     return not owner or key_of(peer) in ("", owner)
 
 
 @lru_cache(8192)
 def publishes(key: str) -> tuple[bytes, ...]:
-    """Return the beginnings of the topics that the holder of `key` may publish under. The broker publishes without
-    this check."""
+    """Return the beginnings of the topics that the holder of `key` (a key's name) may publish under; empty: none. The
+    broker publishes without this check."""
     role, _, name = key.partition("/")
     if role == "nodes":
         return tuple(kind + name.encode() + b"/" for kind in (topics.LOAD, topics.ROOMS, topics.MEMBER, topics.KV))

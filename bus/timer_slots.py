@@ -1,4 +1,4 @@
-"""Due times: the one structure in which the cores keep times. It reads no clock."""
+"""Due times: the one structure in which the cores keep times at which something ends. It reads no clock."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 class TimerSlots(Generic[K]):
-    """Keys with due times, in slots of `step_s`, so that adding and removing are O(1) and leave nothing behind. A
-    key is taken when its time has come, never before and at most a slot late. To remove a key, the caller gives the
-    time with which it was added."""
+    """Keys with due times in seconds, in slots of `step_s`, so that adding and removing are O(1) and leave nothing
+    behind. A key is taken when its time has come, never before and at most a slot late. To remove a key, the caller
+    gives the time with which it was added. `len` and iteration give the keys that wait."""
 
     def __init__(self, now: float = 0.0, *, step_s: float = 0.05) -> None:
         self._step_s = step_s
@@ -21,9 +21,11 @@ class TimerSlots(Generic[K]):
         self._slots: dict[int, dict[K, None]] = {}
 
     def add(self, key: K, due: float) -> None:
+        """Add a key that is due at `due`. The same key with another time must be removed first."""
         self._slots.setdefault(self._slot(due), {})[key] = None
 
     def remove(self, key: K, due: float) -> None:
+        """Remove the key that was added with the time `due`; nothing happens if it is not there."""
         number = self._slot(due)
         slot = self._slots.get(number)
         if slot is not None:

@@ -47,7 +47,8 @@ def parse(traceparent: str, tracestate: str = "") -> TraceContext | None:
 
 
 def root_of(trace_id: int, seed: str, *, sampled: bool) -> TraceContext:
-    """Return the context of a new trace, whose first span is that of `seed`."""
+    """Return the context of a new trace, whose first span is that of `seed` (a text, usually the rid). `sampled`: it is
+    to be recorded."""
     return TraceContext(f"00-{trace_id:032x}-{_span_id('', seed)}-{int(sampled):02x}")
 
 
@@ -59,13 +60,13 @@ def child_of(parent: TraceContext, seed: str) -> TraceContext:
 
 
 def ids_of(context: TraceContext) -> tuple[int, int]:
-    """Return trace id and span id."""
+    """Return the trace id (128 bits) and the span id (64 bits) of a context, as ints."""
     _, trace_id, span_id, _ = context.traceparent.split("-")
     return int(trace_id, 16), int(span_id, 16)
 
 
 def trace_id_of(context: TraceContext) -> str:
-    """Return the trace id in the form that logs use."""
+    """Return the trace id in the form that logs use: 32 hexadecimal digits."""
     return context.traceparent.split("-")[1]
 
 

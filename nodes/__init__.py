@@ -1,5 +1,5 @@
-"""The scheduler processes: blocks, batching, legs, KV transfer, token streams and engines. This package knows `bus`,
-not `controller`.
+"""The scheduler processes (nodes), each with one or several ranks of an engine: blocks, batching, legs (the halves of a
+request), KV transfer, token streams and engines. This package knows `bus`, not `controller`.
 
 `nodes.link` connects ranks to controllers, clients and each other; `nodes.own` is the engine that comes with pdbus.
 `Node` is one process with one or several of its ranks (`python -m nodes.prefill|decode|unified`). An engine with a

@@ -16,8 +16,8 @@ from nodes.own.engines.factory import EngineConfig
 
 @dataclass(frozen=True)
 class NodeConfig(LinkConfig):
-    """The settings of the link and of the node. A step computes up to `chunk_tokens` tokens of at most `max_running`
-    requests."""
+    """The settings of the link and of the node; ConfigError for an invalid one. A step computes up to `chunk_tokens`
+    tokens of at most `max_running` requests."""
 
     engine: Any = field(default_factory=EngineConfig)  # what computes: settings of an engine of `nodes.engines`
     max_running: int = 64
@@ -38,7 +38,7 @@ class NodeConfig(LinkConfig):
 
     @property
     def metrics(self) -> str:
-        """The address of this process's metrics; empty: it has none."""
+        """The `host:port` of this process's metrics, as others reach it; empty: it has none."""
         return advertised(self.metrics_host, self.metrics_port, self.data)
 
     def _called(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m nodes.decode`."""
+"""`python -m nodes.decode`: a node whose ranks run the decode legs of requests. `nodes.main` has the command."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The engines that a node can run, by the name that `--engine` takes: their needs and settings, and how to open
-them.
+"""The engines that a node can run, by the name that `--engine` takes: their needs and settings, and how to open them.
 
 This module owns the registry and knows no engine. An engine is named here (BUILT_IN) or, from outside, by an entry
 point of the group `pdbus.engines`. The name leads to an EngineKind, which is imported when it is asked for.
@@ -40,7 +39,7 @@ Progress: TypeAlias = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Opened:
-    """An engine that is loaded."""
+    """An engine that is loaded. `figures` is called for each page of metrics, on the loop's thread."""
 
     runners: Sequence[Runner]  # one for each rank of the node, in their order
     step_tokens: int  # that one step computes, at most
@@ -49,8 +48,9 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """The way `pdbus demo` runs an engine: the ranks of each role, its models, its own arguments, variables for the
-    nodes, and the engine of ours (`torch` or `numpy`) that computes every answer again for comparison."""
+    """The way `pdbus demo` runs an engine: the number of ranks of each role, its models, the seconds that a start may
+    take, its own arguments, environment variables for the nodes, and the engine of ours (`torch` or `numpy`) that
+    computes every answer again for comparison."""
 
     models: tuple[str, ...]
     ranks: int = 2
@@ -61,7 +61,7 @@ class Demo:
 
 
 def nothing_to_prepare(model: str, progress: Progress) -> None:
-    pass
+    """Do nothing: the `prepare` of an engine that needs none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +116,15 @@ def kind_of(name: str) -> EngineKind:
 
 
 def check_arguments(name: str, arguments: Sequence[str]) -> None:
-    """ConfigError for arguments of an engine that takes none."""
+    """Raise ConfigError if `arguments` (what follows `--`) are given for an engine that takes none."""
     if arguments and not kind_of(name).takes_arguments:
         taking = ", ".join(each for each in BUILT_IN if kind_of(each).takes_arguments)
         raise ConfigError(f"{arguments[0]!r}: only --engine {taking} takes arguments of the engine's own")
 
 
 class EngineName(NameChoice):
-    """The type of an option: the name of an engine, except those in `without`."""
+    """A click option type: the name of an engine, except those in `without`. Only the built-in names are listed in the
+    help; those from outside are looked up when one is given."""
 
     def __init__(self, *without: str) -> None:
         super().__init__([name for name in BUILT_IN if name not in without])

@@ -1,4 +1,5 @@
-"""`python -m nodes.prefill|decode|unified`: options, engine, node, exit code. Owns the command line alone."""
+"""`python -m nodes.prefill|decode|unified`: options, engine, node, exit code. This module owns the command line
+alone."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ log = logs.get_logger("node")
 
 
 def command(role: Role) -> click.Command:
-    """The click command of one role."""
+    """Return the click command of a node with one role. It serves until the node has drained."""
 
     def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
         return click.option(*names, **{"show_default": True} | attributes)
@@ -154,7 +155,8 @@ def config_from(role: Role, options: dict[str, Any], engine_args: Sequence[str] 
 def serve(
     config: NodeConfig, kind: EngineKind, *, watch_parent: bool = False, exporter: spans.Spans | None = None
 ) -> None:
-    """Load, connect, and run until drained. ConfigError or StartError when that cannot begin."""
+    """Load the engine, connect, and run until drained; it blocks, on the main thread. ConfigError or StartError when
+    that cannot begin, and what `Node.run` raises. With `watch_parent` the node leaves when stdin closes."""
     loop = Loop()
     nodes: list[Node] = []
     if watch_parent:

@@ -27,13 +27,14 @@ LATENCIES = {
 
 
 class NodeFigures:
-    """Distributions by rank, which grow from snapshot to snapshot."""
+    """The distributions of each rank, which grow from snapshot to snapshot."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[str, int], Histogram] = {}
 
     def take(self, what: str, ranks: Mapping[int, LinkedRank]) -> dict[str, Distribution]:
-        """Return one of `LATENCIES` so far, including the ranks' values since the last call."""
+        """Move the ranks' new values of one of LATENCIES (seconds) into the distributions, and return these by
+        dp_rank."""
         taken = {}
         for dp_rank, rank in ranks.items():
             core, histogram = rank.core, self._of.setdefault((what, dp_rank), Histogram())
@@ -45,7 +46,8 @@ class NodeFigures:
 
 
 def snapshot(host: Host, figures: NodeFigures) -> Iterator[Metric]:
-    """Return all metrics, with their labels."""
+    """Give all metrics of the process, with their labels. It empties the ranks' lists of latencies, so it is called
+    from one place: the loop, once a second."""
     config = host.config
     usual = {"instance": config.instance, "dp_rank": ",".join(map(str, host.ranks)), "role": config.role}
     for metric in (*_of_ranks(host.ranks, figures), *_of_process(host)):

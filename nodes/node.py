@@ -1,6 +1,5 @@
-"""The node process: linked ranks and their runners on a loop, with signals, readiness and metrics. It decides
-nothing.
-"""
+"""The node process: linked ranks and their runners (one engine's ranks) on a loop, with signals, readiness and metrics.
+It decides nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ log = get_logger("node")
 
 
 def on_signals(loop: Loop, node: Callable[[], Node]) -> None:
-    """Let signals call `node`, which is built by the time the loop runs."""
+    """Let the loop's signals act on `node()`, which exists by the time the loop runs: SIGHUP reloads settings, the
+    others call `Node.on_signal`."""
     reload.on_signals(
         loop,
         lambda changed: node().reconfigure(changed),
@@ -39,8 +39,8 @@ def on_signals(loop: Loop, node: Callable[[], Node]) -> None:
 
 
 class Node:
-    """A node: `with Node(config, loop, runners) as node: node.run(on_ready)`. `runners` are by dp_rank; `figures`
-    are their metrics."""
+    """A node: `with Node(config, loop, runners) as node: node.run(on_ready)`. `runners` are by dp_rank; `figures` gives
+    their metrics. ConfigError for bad keys, StartError where an endpoint is taken."""
 
     def __init__(
         self, config: NodeConfig, loop: Loop, runners: Mapping[int, Runner],
@@ -76,8 +76,9 @@ class Node:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[Node], None]) -> None:
-        """Run until drained or stopped. StartError when the bus or all controllers are missing after `wait_s`;
-        Replaced when one of our ranks was started again elsewhere; EngineDied when a runner is dead."""
+        """Run the loop until the node has drained or was stopped; it blocks. `on_ready` is called once, when bus and
+        controllers have answered. StartError when the bus or all controllers are missing after `wait_s`; Replaced when
+        one of our ranks was started again elsewhere; EngineDied when a runner is dead."""
         self._on_ready = on_ready
         self.loop.run()
         failure = self.failure or self.host.failure
@@ -85,7 +86,7 @@ class Node:
             raise failure
 
     def on_signal(self, number: int) -> None:
-        """Drain on the first signal, leave at once on the second."""
+        """Drain on the first signal; leave at once on the second, or before the node is ready."""
         if self._drain_began is not None or self._on_ready is not None:
             self._left = True
             self.loop.stop()
@@ -93,7 +94,8 @@ class Node:
         self.drain(signal.Signals(number).name)
 
     def reconfigure(self, changed: Mapping[str, Any]) -> None:
-        """Apply new settings by name (`RELOADS`). ConfigError for an invalid value; then nothing changes."""
+        """Apply new settings by name (those of RELOADS), on the loop's thread. ConfigError for an invalid value; then
+        nothing changes."""
         of_limits = {name: value for name, value in changed.items() if name in Limits.__dataclass_fields__}
         limits = dataclasses.replace(self.config.limits, **of_limits)
         drain_s = changed.get("drain_s", self.config.drain_s)
@@ -102,13 +104,14 @@ class Node:
             rank.core.reconfigure(limits)
 
     def drain(self, cause: str) -> None:
-        """Let all ranks refuse new legs, finish those that run, and leave; the loop then stops."""
+        """Let all ranks refuse new legs, finish those that run (for `drain_s` at most), and leave; the loop then stops.
+        It returns at once; `cause` is for the log."""
         if self._drain_began is None:
             self._drain_began = self.loop.clock()
         self.host.drain(cause)
 
     def leave(self) -> None:
-        """Leave at once; any thread may call it."""
+        """Leave at once, without goodbye; any thread may call it."""
         self._left = True
         self.loop.stop()
 

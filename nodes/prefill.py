@@ -1,4 +1,4 @@
-"""`python -m nodes.prefill`."""
+"""`python -m nodes.prefill`: a node whose ranks run the prefill legs of requests. `nodes.main` has the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m nodes.unified`."""
+"""`python -m nodes.unified`: a node whose ranks run whole requests. `nodes.main` has the command."""
 
 from __future__ import annotations
 

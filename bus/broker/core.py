@@ -1,8 +1,10 @@
-"""The broker's pure core: it joins rooms, watches, topology and resync. It must not touch sockets or the clock.
+"""The broker's pure core: from what ranks publish it keeps which rank prefills which room (the number that joins the
+prefill and the decode leg of a request), and answers decode ranks that ask. It must not touch sockets or the clock.
 
 `BrokerCore.handle(event, now) -> actions`. A publication counts only for the rank that its topic names. Registrations
-are soft state. When the core sees a gap in a publisher's `seq`, or an unknown publisher, it asks for a restatement
-(`resync`): first after RESTATE_FIRST_S, because a restatement is often on its way already, then at growing intervals.
+are soft state, kept for a TTL. When the core sees a gap in a publisher's `seq`, or an unknown publisher, it asks for a
+restatement of all its rooms (`resync`): first after RESTATE_FIRST_S, because a restatement is often on its way already,
+then at growing intervals.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ Action: TypeAlias = Send | Publish | Note
 
 @dataclass(frozen=True)
 class BrokerLimits:
+    """The core's settings, in seconds and counts. A registration or watch beyond a limit is refused and counted."""
+
     room_ttl_s: float = defaults.ROOM_TTL_S
     beacon_s: float = defaults.BEACON_S
     max_rooms: int = defaults.MAX_ROOMS
@@ -62,6 +66,10 @@ class BrokerLimits:
 
 
 class BrokerCore:
+    """The broker's rooms, watches (a rank waits for a room that is not known yet) and ranks. Its shell makes one at
+    each start, with that start's random `epoch`, and calls it from one thread. `now` is seconds on a monotonic clock.
+    """
+
     def __init__(self, limits: BrokerLimits, epoch: int, now: float) -> None:
         self.limits = limits
         self.epoch = epoch
@@ -82,12 +90,13 @@ class BrokerCore:
         self._noted: set[tuple[str, ...]] = set()
 
     def reconfigure(self, beacon_s: float, max_rooms: int) -> None:
-        """Apply new settings. Rooms that are held stay."""
+        """Apply new settings from now on. Rooms that are held stay, even beyond a lower `max_rooms`."""
         self.limits = replace(self.limits, beacon_s=beacon_s, max_rooms=max_rooms)
         self.rooms.max_rooms = max_rooms
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Return every action that `event` calls for, in order. It raises on nothing that a peer can cause."""
+        """Take in `event` and return the actions that it calls for, to be carried out in order. It raises on nothing
+        that a peer can cause."""
         if isinstance(event, Published):
             return self._on_publication(event.topic, event.message, now)
         if isinstance(event, Asked):
@@ -99,16 +108,18 @@ class BrokerCore:
 
     @property
     def needs_ticks(self) -> bool:
-        """Return true while a tick may end something; if false, one tick for each beacon is enough."""
+        """True while a tick may end something (a room, a watch, a restatement to ask for); if false, one tick for each
+        beacon is enough."""
         return bool(self.rooms.size or self.watches.size or self._restating)
 
     @property
     def behind(self) -> bool:
-        """Return true if the sweep of ended rooms is not complete, so that the next tick should come soon."""
+        """True if the sweep of ended rooms is not complete, so that the next tick should come soon."""
         return self.rooms.behind
 
     def tally(self) -> dict[str, int]:
-        """Return the numbers for status and metrics. `rooms_alive`, `rooms_held`, `watches` and `ranks` are gauges."""
+        """Return the numbers for status and metrics, by name. `rooms_alive`, `rooms_held`, `watches` and `ranks` are
+        gauges; all others count since the start."""
         rooms = {f"rooms_{name}": value for name, value in self.rooms.counts.items()}
         refused = {f"members_{name}": value for name, value in self.ranks.counts.items()}
         return {

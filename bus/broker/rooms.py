@@ -1,7 +1,8 @@
-"""The rooms that the broker knows: which rank prefills which `bootstrap_room`, each for exactly its TTL.
+"""The rooms that the broker knows: which rank prefills which `bootstrap_room` (the number that joins a request's
+prefill and decode legs), each for exactly its TTL.
 
 This module owns claims, their precedence and their expiry. It knows no watches, members or sockets; `now` is an
-argument.
+argument, in seconds.
 
 A claim counts until `registered + ttl_s` and no longer, because every look-up compares the times. A sweep frees the
 memory. It goes round the shards once per `ttl_s / SWEEPS_PER_TTL` (less often if its budget is too small for that). So
@@ -44,7 +45,8 @@ class Owner:
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """A rank's claim to own the room, as `attempt`. A `code` other than ok states that no KV cache will come."""
+    """A rank's claim to own the room, as `attempt` (a request that is dispatched again gets a higher one). A `code`
+    other than ok states that no KV cache will come."""
 
     attempt: int
     owner: Owner
@@ -56,6 +58,9 @@ _NOBODY = Claim(0, Owner(Location("-", 0, 1, "")), 0.0, "ok")
 
 
 class RoomTable:
+    """The claims on rooms, one a room at most, as the broker's core holds them. `max_rooms` limits all,
+    `max_rooms_per_publisher` those of one owner. `counts` has outcomes since the start."""
+
     def __init__(
         self, ttl_s: float, *, max_rooms: int = 2_000_000, max_rooms_per_publisher: int = 200_000, now: float = 0.0
     ) -> None:
@@ -76,7 +81,8 @@ class RoomTable:
     # --- look-up --------------------------------------------------------------------------------------------------
 
     def find(self, room: Room, now: float) -> Claim | None:
-        """Return the claim on `room` that counts at `now`, or None. Its `code` may be a failure."""
+        """Return the claim on `room` that counts at `now`. Its `code` may be a failure. None: no claim, or one that has
+        expired or whose owner was retired."""
         claim = self._shards[room % SHARDS].get(room)
         if claim is None or claim.expires_at <= now or not claim.owner.live:
             return None
@@ -85,7 +91,8 @@ class RoomTable:
     def sort(
         self, rooms: Iterable[Room], now: float
     ) -> tuple[dict[tuple[Owner, Attempt], list[Room]], list[Lost], list[Room]]:
-        """Sort rooms by what `find` returns: held (by owner and attempt), failed, and unknown."""
+        """Sort `rooms` by their claims at `now` and return three groups: rooms held, by owner and attempt; rooms whose
+        prefill failed, with the code; rooms without a claim."""
         held: dict[tuple[Owner, Attempt], list[Room]] = {}
         failed: list[Lost] = []
         missing: list[Room] = []
@@ -107,18 +114,21 @@ class RoomTable:
     # --- claims ---------------------------------------------------------------------------------------------------
 
     def register(self, owner: Owner, room: Room, attempt: int, now: float) -> Outcome:
-        """Claim `room` for `owner`. The higher attempt wins; the same attempt of the same owner is a refresh."""
+        """Claim `room` for `owner` for `ttl_s` from `now`. The higher attempt wins; the same attempt of the same owner
+        is a refresh. An outcome that is not in TAKEN changed nothing: `stale` (a higher attempt is known), `conflict`
+        (another live owner has the same attempt) or `full` (a limit)."""
         return self._claim(owner, room, attempt, now, "ok")
 
     def fail(self, owner: Owner, room: Room, attempt: int, code: Code, now: float) -> Outcome:
-        """Record why no KV cache of `owner` will come for `room`. Queries get this code at once; any later claim
-        replaces it."""
+        """Record that no KV cache of `owner` will come for `room`, with the `code` that says why. Queries get this code
+        at once; any later claim replaces it. The outcome is as for `register`."""
         outcome = self._claim(owner, room, attempt, now, code)
         self.counts["failed"] += outcome in TAKEN
         return outcome
 
     def drop(self, owner: Owner, room: Room, attempt: int) -> bool:
-        """Remove the owner's claim on `room` (this attempt and older ones). A claim of another owner stays."""
+        """Remove the owner's claim on `room`, if it is of this attempt or an older one. Return false if there is no
+        such claim; a claim of another owner stays."""
         shard = self._shards[room % SHARDS]
         claim = shard.get(room)
         if claim is None or claim.owner is not owner or claim.attempt > attempt:
@@ -182,7 +192,8 @@ class RoomTable:
         return self._owed >= 1.0
 
     def expire(self, now: float, budget: int = EXPIRE_BUDGET) -> int:
-        """Free the memory of ended claims, looking at `budget` claims at most. Return how many were removed."""
+        """Free the memory of ended claims, looking at about `budget` claims. Return how many were removed. It is called
+        with each tick."""
         elapsed_s = max(0.0, now - self._swept_at)
         self._swept_at = now
         self._owed = min(float(SHARDS), self._owed + elapsed_s * SHARDS * SWEEPS_PER_TTL / self.ttl_s)

@@ -1,4 +1,4 @@
-"""The broker's shell: the C proxy for publications, the bootstrap ROUTER and the clock. It decides nothing.
+"""The broker's shell: the sockets, the proxy thread and the clock around `BrokerCore`, which decides what to answer.
 
 `Broker` runs on a thread of its own (`with Broker("ipc:///dir/bus") as broker:`) or, for `python -m bus`, on the
 caller's (`open`, `loop.run`, `close`). `zmq.proxy` forwards publications on one more thread, outside Python, from a SUB
@@ -58,8 +58,8 @@ log = get_logger("broker")
 
 @dataclass(frozen=True)
 class BrokerConfig:
-    """The broker's settings. `address` is a base (`bus.endpoints`); `keys` is a directory of CURVE keys, empty for
-    none; times are in seconds."""
+    """The broker's settings; ConfigError if one is invalid. `address` is a base (`bus.endpoints`); `keys` is a
+    directory of CURVE keys, empty for none; times are in seconds."""
 
     address: str
     room_ttl_s: float = defaults.ROOM_TTL_S  # the lifetime of a room that is not refreshed: 0.01 s to a day
@@ -88,7 +88,8 @@ class BrokerConfig:
 
 
 class Broker(Service):
-    """An embedded broker: `with Broker(address) as broker:`. It raises StartError on entry if an endpoint is taken."""
+    """A broker that a program embeds: `with Broker(address) as broker:` serves on a thread of its own until the block
+    ends. StartError on entry if an endpoint is taken. `rejected` counts dropped messages by reason."""
 
     part = "broker"
 
@@ -249,7 +250,9 @@ class Broker(Service):
         return "" if self._proxy is None or self._proxy.is_alive() else "publications are not forwarded"
 
     def reconfigure(self, changed: Mapping[str, Any]) -> None:
-        """Apply new settings, by name, on the loop's thread. ConfigError for an invalid one, and nothing is changed."""
+        """Apply settings by name; ConfigError for an invalid one, and then nothing is changed. Only `beacon_s` and
+        `max_rooms` take effect while it serves, others when it is opened again. Call it on the loop's thread, as
+        `python -m bus` does on SIGHUP, or before the broker is opened."""
         self.raise_if_inherited()
         if not isinstance(changed, Mapping):
             raise ConfigError(f"settings come by name, not as {type(changed).__name__}")

@@ -1,7 +1,9 @@
-"""The members of the bus: instances, their ranks, and each rank's epochs and lease. Pure; it knows no rooms or sockets.
+"""The members of the bus, as the broker knows them: instances (deployments of one model), their ranks, and of each rank
+its epochs and its lease. Pure; it knows no rooms or sockets.
 
-Epochs are random, so the newest epoch is the one that was seen last. Earlier epochs are remembered for a while, so that
-a delayed message of an earlier start does not bring it back.
+An epoch is a random number that names one start of a rank, so the newest epoch is the one that was seen last. Earlier
+epochs are remembered for a while, so that a delayed message of an earlier start does not bring it back. A lease is the
+time for which a rank that publishes nothing counts as alive.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _EPOCHS_REMEMBERED = 8
 
 
 class KnownRank:
-    """The record of one rank."""
+    """The record of one rank, for its present epoch. Times are in seconds on the broker's clock."""
 
     __slots__ = (
         "dp_rank",
@@ -50,12 +52,15 @@ class KnownRank:
         self.restate_after_s = 0.0
 
     def is_gone(self) -> bool:
+        """Return true if the rank said goodbye."""
         return self.member is not None and self.member.state == "gone"
 
     def is_silent(self, now: float) -> bool:
+        """Return true if nothing was published by the rank for longer than its lease."""
         return now - self.last_seen_at > self.lease_s
 
     def is_ready(self, now: float) -> bool:
+        """Return true if the rank takes requests: its last stated state is `ready`, and it is not silent."""
         return self.member is not None and self.member.state == "ready" and not self.is_silent(now)
 
 
@@ -70,6 +75,9 @@ class Instance:
 
 
 class Membership:
+    """The table of all ranks. The broker's core calls it for each publication; iterating gives every rank. `counts` has
+    the refusals, by reason."""
+
     def __init__(self) -> None:
         self.counts = dict.fromkeys(
             ("stale_epoch", "dp_size_mismatch", "role_mismatch", "model_mismatch", "bad_rank", "too_many_ranks"), 0
@@ -88,8 +96,8 @@ class Membership:
     # --- signs of life ----------------------------------------------------------------------------------------------
 
     def seen(self, name: str, dp_rank: int, epoch: int, now: float) -> KnownRank | None:
-        """Record a sign of life and return the rank. A new epoch starts its record again. None: an old epoch, or no
-        space."""
+        """Record that a rank published something and return its record, made if it is new. A new epoch resets the
+        record. None if the epoch is an earlier one or the table is full; this is counted."""
         instance = self._instances.get(name)
         rank = instance.ranks.get(dp_rank) if instance else None
         if rank is None:
@@ -112,7 +120,8 @@ class Membership:
         return rank
 
     def refusal(self, member: Member, now: float) -> str:
-        """Return why `member` contradicts the rest of its instance (a key of `counts`), or an empty string."""
+        """Return why `member` contradicts the living ranks of its instance (a key of `counts`); an empty string if it
+        does not. Nothing changes."""
         if member.dp_rank >= member.dp_size:
             return "bad_rank"
         instance = self._instances.get(member.instance)
@@ -131,7 +140,8 @@ class Membership:
         return reason
 
     def introduce(self, member: Member, now: float) -> KnownRank | None:
-        """Record a rank's membership and return the rank; None when it is refused, with the reason counted."""
+        """Record what a rank states of itself and return its record. None if it contradicts its instance, or as for
+        `seen`; the reason is counted."""
         if reason := self.refusal(member, now):
             self.counts[reason] += 1
             return None
@@ -150,7 +160,8 @@ class Membership:
         return rank
 
     def forget(self, now: float) -> list[KnownRank]:
-        """Remove the ranks that have been away for long, and return them. The caller retires their claims."""
+        """Remove the ranks that have been silent for FORGET_S beyond their lease, and return them. The caller retires
+        their claims on rooms."""
         away = [rank for rank in self if now - rank.last_seen_at > rank.lease_s + FORGET_S]
         for rank in away:
             instance = self._instances[rank.instance]
@@ -163,7 +174,7 @@ class Membership:
     # --- descriptions -------------------------------------------------------------------------------------------------
 
     def infos(self, name: str, now: float) -> tuple[InstanceInfo, ...]:
-        """Return the description of one instance, or of all instances for an empty name."""
+        """Return the description of one instance (nothing if it is unknown), or of all instances for an empty name."""
         names = [name] if name else sorted(self._instances)
         known = ((each, self._instances.get(each)) for each in names)
         return tuple(_info(each, instance, now) for each, instance in known if instance and instance.shape)

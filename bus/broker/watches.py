@@ -1,4 +1,5 @@
-"""The watches: which peer waits for which room, until when. This module knows no rooms' owners and no sockets.
+"""The watches: which peer (a decode rank's connection) waits for which room that is not registered yet, until when.
+This module knows no rooms' owners and no sockets.
 
 A watch is `(peer, query id, room)`; the same query again moves its deadline. Adding, taking and removing are O(1), and
 no ended watch is kept: a watch ends at its deadline or up to GRAIN_S later.
@@ -17,6 +18,9 @@ Watch = tuple[Peer, int, Room]  # peer, query id, room
 
 
 class Watches:
+    """The open watches. The broker's core adds them for a query, and takes them when the room is registered or the
+    deadline passes. `in` tells if a room is watched."""
+
     def __init__(self, *, max_per_peer: int = 65_536, max_total: int = 262_144) -> None:
         self._max_per_peer = max_per_peer
         self._max_total = max_total
@@ -34,6 +38,8 @@ class Watches:
         return held + count <= self._max_per_peer and self.size + count <= self._max_total
 
     def add(self, peer: Peer, query: int, room: Room, deadline: float) -> None:
+        """Watch `room` until `deadline` (seconds on the clock of `due`). Limits are not checked here: ask `fits`
+        before."""
         watchers = self._by_room.setdefault(room, {})
         old = watchers.get((peer, query))
         if old is not None:
@@ -71,7 +77,8 @@ class Watches:
         return len(held)
 
     def due(self, now: float, budget: int = 4096) -> list[Watch]:
-        """End the watches whose deadline has passed, `budget` at most, and return them."""
+        """End the watches whose deadline has passed, `budget` of them at most, and return them; the rest comes with the
+        next call."""
         ended = self._due.take(now, budget)
         for watch in ended:
             self._end(*watch)

@@ -1,6 +1,6 @@
-"""The cores of publisher and resolver for a program that runs them on a loop of its own: check each argument, then ask
-`bus.embed.publications` and `bus.embed.resolution`, whose own shells call these directly.
-"""
+"""The cores of publisher and resolver for a program that runs them on a loop of its own. Each method checks its
+arguments, then calls the core in `bus.embed.publications` or `bus.embed.resolution`; our own shells call those
+directly."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ from bus.wire.messages import (
 
 
 class PublisherCore:
-    """The publications of one rank. `on_conflict` is called for each room that another rank claims too. ConfigError,
-    TypeError and ValueError say what is wrong with an argument; nothing has changed then."""
+    """The publications of one rank. Each method returns the publications to send now, in order; the program sends them
+    and calls `tick` every few tens of milliseconds. `now` is seconds on a monotonic clock.
+
+    `on_conflict` is called for each room that another rank claims too. ConfigError, TypeError and ValueError say what
+    is wrong with an argument; nothing has changed then.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class PublisherCore:
 
     @property
     def load_seq(self) -> int:
-        """The number of the newest load: no load was published with a higher one."""
+        """The `seq` of the newest load: no load was published with a higher one. 0 before the first `report`."""
         return self._core.load_seq
 
     @property
@@ -91,21 +95,24 @@ class PublisherCore:
     # --- what the scheduler says --------------------------------------------------------------------------------
 
     def register(self, room: Any, attempt: Any, now: float) -> list[Publish]:
-        """Register `room`, as `attempt`; a value that is no integer is counted as `invalid`. The registration leaves at
-        the next flush and is refreshed until it is dropped."""
+        """Register `room`: it is or will be prefilled here, as `attempt` (1 or more; a request that is dispatched again
+        has a higher one). The registration leaves at the next flush and is refreshed until `drop`. A room or attempt
+        out of range is counted as `invalid`; an attempt older than the registered one changes nothing."""
         return self._core.register(integer(room), integer(attempt), seconds(now))
 
     def drop(self, room: Any, attempt: Any, code: Code, now: float) -> list[Publish]:
-        """Drop `room` with `ok`, or with the code that says why no KV cache will come. It leaves at the next flush."""
+        """End the registration of `room` (this attempt and older ones): `ok`, or the code that says why no KV cache
+        will come, which ranks that wait for the room get. It leaves at the next flush."""
         return self._core.drop(integer(room), integer(attempt), _one_of(code, Code, "code"), seconds(now))
 
     def report(self, load: Load, now: float) -> list[Publish]:
-        """Replace the load that is published. It leaves with the next message, or alone when due; its `seq` is set
-        here."""
+        """Replace the load that is published; `seq` is set here. It leaves with the next message, or alone at a flush:
+        after `report_gap_s` if it differs from the last one, else after `interval_s`."""
         return self._core.report(message(load, Load), seconds(now))
 
     def set_state(self, state: NodeState, now: float) -> list[Publish]:
-        """Publish a changed state at once. `gone` is the last state, after which the rank has no rooms."""
+        """Publish the rank's state, if it has changed, at once. `gone` is the last state, after which the rank has no
+        rooms."""
         return self._core.set_state(_one_of(state, NodeState, "state"), seconds(now))
 
     def set_follow(self, flag: bool, now: float) -> list[Publish]:
@@ -113,37 +120,41 @@ class PublisherCore:
         return self._core.set_follow(bool(flag), seconds(now))
 
     def goodbye(self, now: float) -> list[Publish]:
-        """Publish that the rank leaves. It has no rooms from here on."""
+        """Publish that the rank leaves (state `gone`). It has no rooms from here on."""
         return self._core.goodbye(seconds(now))
 
     # --- what the broker says -----------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Publish]:
-        """Handle a beacon or a message that is addressed to this rank; any other message is ignored."""
+        """Handle a message from the broker: a new broker's beacon or a resync makes the rank publish all its rooms
+        again, a conflict is recorded. Any other message, or one for another rank, is ignored."""
         now = seconds(now)
         return self._core.on_message(_one_that(message, Beacon, Resync, Conflict), now)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Publish]:
-        """Return everything that is due: restatement, refreshes, membership, and `flush`."""
+        """Return everything that is due at `now`: restatement, refreshes, membership, and `flush`."""
         return self._core.tick(seconds(now))
 
     def due_s(self, now: float) -> float:
-        """Return the seconds until `tick` has anything to do."""
+        """Return the seconds until `tick` has anything to do; 0: now."""
         return self._core.due_s(seconds(now))
 
     def flush(self, now: float) -> list[Publish]:
-        """Send what this turn collected: one Rooms message (with the load), or the load alone when it is due."""
+        """Return what this turn collected: messages with registrations and drops (and the load), or the load alone if
+        it is due. Call it at the end of each turn of the loop."""
         return self._core.flush(seconds(now))
 
 
 class ResolverCore:
-    """The look-up of rooms without sockets: it returns Send actions, and one `Resolved` for each want.
-    TypeError and ValueError say what is wrong with an argument; nothing has changed then.
+    """The look-up of rooms without sockets. Each method returns actions: `Send` for the broker, and exactly one
+    `Resolved` for each want. `now` is seconds on a monotonic clock. TypeError and ValueError say what is wrong with an
+    argument; nothing has changed then.
 
     It computes the rank where an instance follows bootstrap rooms; else it asks the broker, for all rooms of a turn in
-    one query. It handles lost answers, a restarted broker and a restarted rank by itself.
+    one query. It handles lost answers, a restarted broker and a restarted rank by itself. Beyond `max_wants` open wants
+    a new one is lost at once (`too_many`).
     """
 
     def __init__(self, *, max_wants: int = 65_536) -> None:
@@ -178,11 +189,13 @@ class ResolverCore:
         asker: Hashable = 0,
         max_age_s: float = math.inf,
     ) -> list[Action]:
-        """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room that the same asker wants
-        again replaces its earlier want. What is no room is lost at once (`bad_room`).
+        """Find the prefill rank of `room`, with this `attempt` or a newer one (0: any), within `deadline_s` seconds (an
+        hour at most). A room that the same asker wants again replaces its earlier want. What is no room is lost at once
+        (`bad_room`).
 
-        `dp_rank`: the caller told which rank of `prefill_instance` it is (of the only one, if that is empty).
-        `max_age_s`: while the broker is silent, use no topology that is older; without it, use the last one.
+        `dp_rank`: the caller knows the rank of `prefill_instance` (of the only instance, if that is empty), and only
+        its address is looked up. `max_age_s`: while the broker is silent, use no topology that is older; by default,
+        use the last one. `asker`: any name that tells the wants of several users apart.
         """
         known = integer(room)
         prefill_instance = instance_name(prefill_instance, "prefill_instance")
@@ -202,7 +215,8 @@ class ResolverCore:
             self._core.cancel(known, asker)
 
     def abandon(self, code: Code) -> list[Action]:
-        """End every want with `code`, because no result will be collected any more."""
+        """End every want with `code` and return their results, because no later one will be collected. Call it at the
+        end."""
         return self._core.abandon(_one_of(code, Code, "code"))
 
     def forget(self, instance: str) -> None:
@@ -213,24 +227,26 @@ class ResolverCore:
     # --- what the broker says -----------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Action]:
-        """Handle an answer, a topology or a beacon; any other message is ignored."""
+        """Handle a message from the broker (an answer, a topology or a beacon) and return the wants that it ends; any
+        other message is ignored."""
         now = seconds(now)
         return self._core.on_message(_one_that(message, Beacon, Answer, Topology), now)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """End the wants past their deadline, repeat the queries that are due, and `flush`. Call it every few tens of
-        milliseconds."""
+        """End the wants past their deadline (`unknown_room`), repeat the queries that are due, and `flush`. Call it
+        every few tens of milliseconds while not `idle`."""
         return self._core.tick(seconds(now))
 
     def flush(self, now: float) -> list[Action]:
-        """Send what this turn collected: topology queries, rooms no longer watched, one query of all rooms wanted."""
+        """Return the messages that this turn collected: topology queries, rooms no longer watched, one query of all
+        rooms wanted. Call it at the end of each turn of the loop."""
         return self._core.flush(seconds(now))
 
 
 def check(core: publications.PublisherCore) -> None:
-    """Check this rank's own description by encoding it; ConfigError if subscribers would reject it."""
+    """Check this rank's own description by encoding it. ConfigError if a subscriber would reject it."""
     try:
         member = Member(
             core.instance, core.dp_rank, core.epoch, 1, None, core.role, core.model, core.dp_size, core.state,

@@ -1,4 +1,5 @@
-"""The publications of one rank: registrations, load, membership and restatements. Pure; it must not touch sockets.
+"""The publications of one rank: registrations of rooms (which requests it prefills), load, membership and restatements.
+Pure; it must not touch sockets.
 
 `PublisherCore`'s methods return publications to send, in order. Registrations and drops of one turn leave together at
 `flush`, with the load piggybacked. `tick` (every few tens of milliseconds) flushes, refreshes rooms before their TTL
@@ -56,7 +57,9 @@ class _Live:
 
 
 class PublisherCore:
-    """The publications of one rank. `on_conflict` is called for each room that another rank claims too."""
+    """The publications of one rank; times are in seconds on a monotonic clock. Arguments are not checked here, except
+    rooms and attempts: `bus.embed.checked` and `Publisher` do. `on_conflict` is called for each room that another rank
+    claims too."""
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class PublisherCore:
 
     @property
     def load_seq(self) -> int:
-        """The number of the newest load: no load was published with a higher one."""
+        """The `seq` of the newest load: no load was published with a higher one. 0 before the first `report`."""
         return self._load_seq
 
     @property
@@ -122,8 +125,9 @@ class PublisherCore:
     # --- from the scheduler -------------------------------------------------------------------------------------
 
     def register(self, room: Any, attempt: Any, now: float) -> list[Publish]:
-        """Register `room`, as `attempt`; a value that is no integer is counted as `invalid`. The registration leaves at
-        the next flush and is refreshed until it is dropped."""
+        """Register `room`: it is or will be prefilled here, as `attempt` (1 or more; a request that is dispatched again
+        has a higher one). The registration leaves at the next flush and is refreshed until `drop`. A room or attempt
+        out of range is counted as `invalid`; an attempt older than the registered one changes nothing."""
         if not _valid(room, attempt):
             self.counts["invalid"] += 1
             return []
@@ -142,7 +146,8 @@ class PublisherCore:
         return self._overflow(now)
 
     def drop(self, room: Any, attempt: Any, code: Code, now: float) -> list[Publish]:
-        """Drop `room` with `ok`, or with the code that says why no KV cache will come. It leaves at the next flush."""
+        """End the registration of `room` (this attempt and older ones): `ok`, or the code that says why no KV cache
+        will come, which ranks that wait for the room get. It leaves at the next flush."""
         if not _valid(room, attempt):
             self.counts["invalid"] += 1
             return []
@@ -157,8 +162,8 @@ class PublisherCore:
         return self._overflow(now)
 
     def report(self, load: Load, now: float) -> list[Publish]:
-        """Replace the load that is published. It leaves with the next message, or alone when due; its `seq` is set
-        here."""
+        """Replace the load that is published; `seq` is set here. It leaves with the next message, or alone at a flush:
+        after `report_gap_s` if it differs from the last one, else after `interval_s`."""
         old = self._load
         self._load_seq += 1
         self._load = structs.replace(load, seq=self._load_seq)
@@ -168,7 +173,8 @@ class PublisherCore:
         return []
 
     def set_state(self, state: NodeState, now: float) -> list[Publish]:
-        """Publish a changed state at once. `gone` is the last state, after which the rank has no rooms."""
+        """Publish the rank's state, if it has changed, at once. `gone` is the last state, after which the rank has no
+        rooms."""
         if state == self.state:
             return []
         out = self.flush(now)
@@ -187,13 +193,14 @@ class PublisherCore:
         return [self._member(now)]
 
     def goodbye(self, now: float) -> list[Publish]:
-        """Publish that the rank leaves. It has no rooms from here on."""
+        """Publish that the rank leaves (state `gone`). It has no rooms from here on."""
         return self.set_state("gone", now)
 
     # --- from the broker ----------------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Publish]:
-        """Handle a beacon or a message that is addressed to this rank; any other message is ignored."""
+        """Handle a message from the broker: a new broker's beacon or a resync makes the rank publish all its rooms
+        again, a conflict is recorded. Any other message, or one for another rank, is ignored."""
         if isinstance(message, Beacon):
             if message.epoch != self.broker_epoch:
                 self.broker_epoch = message.epoch
@@ -216,7 +223,7 @@ class PublisherCore:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Publish]:
-        """Return everything that is due: restatement, refreshes, membership, and `flush`."""
+        """Return everything that is due at `now`: restatement, refreshes, membership, and `flush`."""
         out: list[Publish] = []
         if self._restate_wanted:
             out += self._restate(now)
@@ -228,7 +235,7 @@ class PublisherCore:
         return out + self.flush(now)
 
     def due_s(self, now: float) -> float:
-        """Return the seconds until `tick` has anything to do."""
+        """Return the seconds until `tick` has anything to do; 0: now."""
         if self._registering or self._dropping or self._restating or self._member_sent_at is None:
             return 0.0
         due = self._member_sent_at + min(self._promised_s, self._interval_s(now))
@@ -241,7 +248,8 @@ class PublisherCore:
         return max(0.0, due - now)
 
     def flush(self, now: float) -> list[Publish]:
-        """Send what this turn collected: one Rooms message (with the load), or the load alone when it is due."""
+        """Return what this turn collected: messages with registrations and drops (and the load), or the load alone if
+        it is due. Call it at the end of each turn of the loop."""
         out = self._restatement(now)
         while self._registering or self._dropping:
             out.append(self._rooms_message(now))

@@ -1,4 +1,5 @@
-"""A rank's publications from an engine's process: a thread of its own, and no call that blocks the engine's thread.
+"""A rank's publications from an engine's process: its load, its state and the rooms that it prefills. They leave on a
+thread of their own, and no call blocks the engine's thread.
 
 `Publisher` puts the scheduler's calls into a bounded queue for a thread that owns the sockets. `PublisherCore`
 (`bus.embed.publications`) decides what to publish.
@@ -52,10 +53,12 @@ class Publisher(Service):
     """A rank's publisher: `with Publisher(bus, instance="prefill-0", dp_rank=0, role="prefill") as publisher:
     publisher.register(room)`.
 
-    ConfigError for an invalid argument. `counts` has what could not be queued and what was invalid. When another
-    process publishes for the same rank later, the broker ignores this one, without notice to it. Only one exception
-    reaches the engine: PartFailed, from every call once the thread has failed (`failure`). Then the bus finds no room
-    of this rank and knows no load of it. An engine that can work without the bus catches it.
+    ConfigError for an invalid argument. `interval_s` is the time between load reports, `room_ttl_s` the broker's TTL of
+    a room, `epoch` 0 draws one, `keys` is a directory of keys (empty: none). `counts` has what could not be queued and
+    what was invalid. When another process publishes for the same rank later, the broker ignores this one, without
+    notice to it. Only one exception reaches the engine: PartFailed, from every call once the thread has failed
+    (`failure`). Then the bus finds no room of this rank and knows no load of it. An engine that can work without the
+    bus catches it.
     """
 
     part = "publisher"
@@ -132,7 +135,8 @@ class Publisher(Service):
     _ended = _failed
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until the broker's first message has come; false after `timeout_s`. For start-up only: it blocks."""
+        """Wait until the broker's first message has come, or `timeout_s` has passed: then return false. It blocks, so
+        it is for start-up only."""
         self.raise_if_inherited()
         connected = self._connected.wait(timeout_s)
         self.raise_if_failed()
@@ -141,17 +145,18 @@ class Publisher(Service):
     # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
 
     def register(self, room: int, attempt: int = 1) -> None:
-        """Register `room`: it is or will be prefilled here. A value that is no integer or out of range counts as
-        `invalid`."""
+        """Register `room`: it is or will be prefilled here, and decode ranks may find it until `drop`. `attempt` is
+        higher if the request was dispatched again. A value that is no integer or out of range counts as `invalid`."""
         self._hand_over(("register", integer(room), integer(attempt)))
 
     def drop(self, room: int, attempt: int = 1, code: Code = "ok") -> None:
-        """Drop `room`. A `code` other than ok is sent to each rank that waits for it: no KV cache will come."""
+        """End the registration of `room`, when its KV cache was fetched or will not come. A `code` other than ok says
+        why, and is sent to each rank that waits for it."""
         self._hand_over(("drop", integer(room), integer(attempt), code))
 
     def report(self, load: Load) -> None:
         """Publish the scheduler's load (its `seq` is set on the way). It is a gauge: only the newest is published, and
-        it is repeated each interval."""
+        it is repeated each interval. Call it after each step."""
         self.raise_if_failed()
         self._newest = load
         self._mailbox.ring()
@@ -165,7 +170,7 @@ class Publisher(Service):
         self._hand_over(("follow", flag))
 
     def take_conflicts(self) -> list[Conflict]:
-        """Return the rooms that another rank claimed too since the last call."""
+        """Return the rooms that another rank claimed too since the last call, the last 1024 at most."""
         self.raise_if_failed()
         taken: list[Conflict] = []
         while self._core.conflicts:

@@ -1,4 +1,5 @@
-"""The look-up of a room's prefill rank: told by the caller, computed, or asked of the broker, in that order. Pure.
+"""The look-up of a room's prefill rank, for the decode rank that needs the KV cache: the rank is told by the caller,
+computed, or asked of the broker, in that order. Pure.
 
 `ResolverCore`'s methods return actions: `Send("broker", message)` for the bootstrap DEALER, and `Resolved`, exactly one
 for every room that an asker wants. The wants of one turn leave in one query at `flush`. A query is repeated when the
@@ -97,10 +98,12 @@ class _Known:
 
 
 class ResolverCore:
-    """The look-up of rooms without sockets: it returns Send actions, and one `Resolved` for each want.
+    """The look-up of rooms without sockets: it returns Send actions, and one `Resolved` for each want. `now` is seconds
+    on a monotonic clock.
 
     It computes the rank where an instance follows bootstrap rooms; else it asks the broker, for all rooms of a turn in
-    one query. It handles lost answers, a restarted broker and a restarted rank by itself.
+    one query. It handles lost answers, a restarted broker and a restarted rank by itself. Beyond `max_wants` open wants
+    a new one is lost at once (`too_many`).
     """
 
     def __init__(self, *, max_wants: int = 65_536) -> None:
@@ -144,11 +147,13 @@ class ResolverCore:
         asker: Hashable = 0,
         max_age_s: float = math.inf,
     ) -> list[Action]:
-        """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room that the same asker wants
-        again replaces its earlier want.
+        """Find the prefill rank of `room`, with this `attempt` or a newer one (0: any), within `deadline_s` seconds (an
+        hour at most). A room that the same asker wants again replaces its earlier want. What is no room is lost at once
+        (`bad_room`).
 
-        `dp_rank`: the caller knows the rank of `prefill_instance` (or of the only instance, if that is empty).
-        `max_age_s`: while the broker is silent, use no older topology; without it, use the last one.
+        `dp_rank`: the caller knows the rank of `prefill_instance` (of the only instance, if that is empty), and only
+        its address is looked up. `max_age_s`: while the broker is silent, use no topology that is older; by default,
+        use the last one.
         """
         self.counts["wanted"] += 1
         if not isinstance(room, int) or not 0 <= room <= MAX_ROOM:
@@ -176,7 +181,7 @@ class ResolverCore:
             self._cancel(want)
 
     def abandon(self, code: Code) -> list[Action]:
-        """End every want with `code`, because no result will be collected any more."""
+        """End every want with `code` and return their results, because no later one will be collected."""
         return [self._settle(want, Resolved(want.room, None, 0, code, "", want.asker)) for want in self._all()]
 
     def forget(self, instance: str) -> None:
@@ -187,7 +192,8 @@ class ResolverCore:
     # --- from the broker ----------------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Action]:
-        """Handle an answer, a topology or a beacon; any other message is ignored."""
+        """Handle a message from the broker (an answer, a topology or a beacon) and return the wants that it ends; any
+        other message is ignored."""
         if isinstance(message, Answer):
             self._reacted_at = now
             return self._on_answer(message, now)
@@ -247,8 +253,8 @@ class ResolverCore:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """End the wants past their deadline, repeat the queries that are due, and `flush`. Call it every few tens of
-        milliseconds."""
+        """End the wants past their deadline (`unknown_room`), repeat the queries that are due, and `flush`. Call it
+        every few tens of milliseconds while not `idle`."""
         out: list[Action] = []
         for want in self._all():
             if now >= want.deadline:
@@ -262,7 +268,8 @@ class ResolverCore:
         return out + self.flush(now)
 
     def flush(self, now: float) -> list[Action]:
-        """Send what this turn collected: topology queries, rooms no longer watched, one query of all rooms wanted."""
+        """Return the messages that this turn collected: topology queries, rooms no longer watched, one query of all
+        rooms wanted. Call it at the end of each turn of the loop."""
         out: list[Action] = []
         if not (self._missing or self._unwatch or self._new):  # asked each turn of a node's loop
             return out

@@ -1,5 +1,5 @@
-"""The look-up of rooms from a decode engine's process: a thread of its own, and no call that blocks the engine's
-thread.
+"""The look-up of rooms (which prefill rank has a request's KV cache) from a decode engine's process: a thread of its
+own, and no call that blocks the engine's thread.
 
 `Resolver` puts wants into a bounded queue for a thread that owns the sockets and collects the results for `poll`.
 `ResolverCore` (`bus.embed.resolution`) finds the rooms.
@@ -111,7 +111,8 @@ class Resolver(Service):
         self._failed()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until the broker's first message has come; false after `timeout_s`. For start-up only: it blocks."""
+        """Wait until the broker's first message has come, or `timeout_s` has passed: then return false. It blocks, so
+        it is for start-up only."""
         self.raise_if_inherited()
         connected = self._connected.wait(timeout_s)
         self.raise_if_failed()
@@ -128,11 +129,13 @@ class Resolver(Service):
         dp_rank: int | None = None,
         max_age_s: float = math.inf,
     ) -> None:
-        """Find `rooms`. With `dp_rank` the caller knows the rank, and only its address is looked up. While the broker
-        is silent, its last topology is used, if it is not older than `max_age_s`.
+        """Find the prefill ranks of `rooms` within `deadline_s` seconds, with this `attempt` or a newer one (0: any);
+        `poll` and `lost` have the results. With `dp_rank` the caller knows the rank of `prefill_instance` (empty: of
+        the only instance), and only its address is looked up. While the broker is silent, its last topology is used, if
+        it is not older than `max_age_s`.
 
         Rooms that are no integers from 0 to 2^63-1 are lost as `bad_room`; an invalid argument loses all rooms of the
-        call as `bad_request`.
+        call as `bad_request`; what the queue cannot take is lost as `too_many`.
         """
         try:
             how = _arguments(attempt, prefill_instance, dp_rank, deadline_s, max_age_s)
@@ -158,7 +161,7 @@ class Resolver(Service):
             self.invalid += 1
 
     def poll(self) -> dict[int, Location]:
-        """Return the locations of the rooms found since the last call."""
+        """Return the locations of the rooms found since the last call; empty if there are none."""
         if self.inherited or not self._found:
             self.raise_if_failed()
             return {}
@@ -194,7 +197,8 @@ class Resolver(Service):
         }
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a room was found or lost. For tests, and for programs that have nothing else to do."""
+        """Block until a result waits for `poll` or `lost`, or `timeout_s` has passed: then return false. For tests, and
+        for programs that have nothing else to do."""
         self.raise_if_inherited()
         if self.failure is None and not self.stopped and self._settled.wait(timeout_s):
             self._settled.clear()

@@ -39,15 +39,16 @@ class _File(NamedTuple):
 
 
 class Allowlist:
-    """The keys of all roles. It reads the disk when it is asked, on one thread. A file that holds no key is skipped
-    and logged once."""
+    """The public keys of all roles, listed and revoked. It reads the disk when it is asked, so it is used on one
+    thread: the ZAP handler's (`bus.runtime.security`). A file that holds no key is skipped and logged once."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._folders = {role: Folder(directory / "allow" / role, clock_ns) for role in ROLES}
         self._revoked = {role: Folder(directory / "revoked" / role, clock_ns) for role in ROLES}
 
     def admits(self, key: bytes, domain: str) -> str:
-        """Return the name, `<role>/<name>`, under which `key` (Z85) may connect to `domain`; empty if it may not."""
+        """Return the name, `<role>/<name>`, under which `key` (Z85) may connect to `domain` (one kind of socket, see
+        `bus.rights.DOMAINS`); empty if it may not."""
         roles = DOMAINS.get(domain, ())
         for ask in (Folder.still_holds, Folder.holds):
             for role in roles:
@@ -56,7 +57,8 @@ class Allowlist:
         return ""
 
     def listed(self, key: bytes) -> str:
-        """Return the name of `key` if any role lists it: it may connect, but perhaps to another domain."""
+        """Return the name of `key` if any role lists it: it may connect, but perhaps to another domain. Empty if none
+        does."""
         return _name_in(self._folders, key)
 
     def revoked(self, key: bytes) -> str:
@@ -65,7 +67,7 @@ class Allowlist:
 
 
 class Folder:
-    """The keys of one role. `keys` has them by name, as they were read last."""
+    """The keys of one role in one folder, as files `<name>.key`. `keys` has them by name, as they were read last."""
 
     def __init__(self, path: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.keys: dict[str, bytes] = {}
@@ -76,8 +78,8 @@ class Folder:
         self._read = True  # by the last look; once there has been one that could
 
     def still_holds(self, key: bytes) -> str:
-        """Return the name of `key` if its file is there and unchanged. An empty string may mean that the file was
-        not read yet."""
+        """Return the name of `key` if its file is there and unchanged, for the cost of one `stat`. An empty string may
+        also mean that the file was not read yet."""
         name = self._names.get(key, "")
         try:
             file = f"{name}.key"
@@ -86,12 +88,14 @@ class Folder:
             return ""
 
     def holds(self, key: bytes) -> str:
-        """Return the name of `key` if it is listed. This looks at all files, and reads those that have changed."""
+        """Return the name of `key` if it is listed, else an empty string. This looks at all files, and reads those that
+        have changed."""
         self.read()
         return self._names.get(key, "")
 
     def read(self) -> bool:
-        """Look at all files; return false where the folder cannot be listed."""
+        """Look at all files, read those that have changed, and update `keys`. Return false where the folder cannot be
+        listed."""
         files: dict[str, _File] = {}
         error: OSError | None = None
         try:
@@ -171,7 +175,8 @@ def _is_gone(path: Path) -> bool:
 
 
 def read_key(path: Path) -> bytes:
-    """Return the key in a file, 40 characters of Z85. ConfigError when there is none."""
+    """Return the key in a file: 40 characters of Z85, as bytes. ConfigError when the file is missing, unreadable or
+    holds no key."""
     try:
         key = path.read_text("ascii").strip().encode()
         zmq.utils.z85.decode(key)

@@ -36,7 +36,8 @@ _NoArguments: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since 
 
 
 def run(command: click.Command, program: str) -> None:
-    """Run `command` and exit. Each error that a user can cause is one line on stderr and a non-zero exit code."""
+    """Run the command of a main, and exit the process; it does not return. Each error that a user can cause is one line
+    on stderr and a non-zero exit code."""
     _make_streams_safe()
     raise_file_limit()
     try:
@@ -110,15 +111,15 @@ def printable(text: str) -> str:
 
 
 def ready(**facts: object) -> None:
-    """Print the line that a launcher waits for: `READY key=value ...` on stdout. The start is over and its objects
-    stay, so the garbage collector does not look at them from now on."""
+    """Print the line that a launcher waits for: `READY key=value ...` on stdout. A main calls it once, when its part
+    serves. The objects of the start stay, so the garbage collector does not look at them from now on."""
     gc.freeze()
     print(" ".join(["READY", *(f"{key}={value}" for key, value in facts.items())]), flush=True)
 
 
 def leave_with_parent(leave: Callable[[], None]) -> None:
-    """Call `leave` (from a helper thread) when stdin is a pipe whose other end closes: then the parent process has
-    gone."""
+    """Call `leave`, once, when the parent process has gone: stdin is a pipe whose other end closes. A helper thread
+    waits for that and makes the call; this returns at once, and does nothing where stdin is a terminal or closed."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return
 
@@ -137,13 +138,15 @@ def leave_with_parent(leave: Callable[[], None]) -> None:
 
 
 def setting(config: object, flag: str, **settings: Any) -> Callable[[Any], Any]:
-    """Return the option for a field of `config`. The option has the name and the default of that field."""
+    """Return a click option for a field of the dataclass `config`. `flag` is the option, like `--room-ttl-s`; the field
+    has its name and gives its default."""
     name = flag.removeprefix("--").replace("-", "_")
     return click.option(flag, **{"default": getattr(config, name), "show_default": True} | settings)
 
 
 class Seconds(click.FloatRange):
-    """An option type: a duration of at least `min` seconds; NaN and infinity are refused."""
+    """A click option type: a duration of at least `min` seconds, as a float; NaN, infinity and more than 1e9 are
+    refused."""
 
     name = "seconds"
 

@@ -1,10 +1,9 @@
-"""The connections to a part's endpoints: it counts them, bounds them and cuts peers off.
+"""The connections to a part's bound sockets: it counts them, bounds them and cuts off peers that take too much.
 
 ZeroMQ accepts every connection while the process has descriptors. So a thread here reads the monitor of each bound
-socket, which reports connections that open and close. This module owns that thread and the counts. Keys are judged
-in `bus.runtime.security`, messages elsewhere. A connection is cut off by shutting down its descriptor, which ZeroMQ
-sees as a peer that left. Before that the descriptor is checked again, because it may belong to another connection by
-now.
+socket, which reports connections that open and close. This module owns that thread and the counts. Keys are judged in
+`bus.runtime.security`, messages elsewhere. A connection is cut off by shutting down its descriptor, which ZeroMQ sees
+as a peer that left. Before that the descriptor is checked again, because it may belong to another connection by now.
 """
 
 from __future__ import annotations
@@ -64,8 +63,9 @@ class _Bound:
 
 
 class ConnectionLimiter:
-    """The limiter of one Context. It calls `on_refused(domain, endpoint)`, on its thread, for each peer that broke
-    off the handshake."""
+    """The limiter of one Context; `Sockets` makes it with the first socket that is bound. It calls `on_refused(domain,
+    endpoint)`, on its thread, for each peer that broke off the handshake. `cut` counts connections cut off, by reason.
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], on_refused: Callable[[str, str], None] | None = None
@@ -87,7 +87,9 @@ class ConnectionLimiter:
         self._thread.start()
 
     def watch(self, socket: zmq.Socket[bytes], domain: str, *, listeners: bool = False) -> None:
-        """Watch `socket` from now on. Call this before the socket is bound."""
+        """Watch the connections of `socket` from now on; call this before the socket is bound. `domain` names the kind
+        of socket in logs. `listeners`: its peers send subscriptions only and must read what they get, so they are also
+        cut off if they send much or read nothing."""
         events = _EVENTS | (_NO_HANDSHAKE if self._on_refused is not None else 0)
         endpoint = f"inproc://bound-{id(self)}-{next(self._numbers)}"
         socket.monitor(endpoint, events)
@@ -98,11 +100,13 @@ class ConnectionLimiter:
         self._wake(_WATCH)
 
     def hang_up_on(self, domain: str, sources: set[str] | None) -> None:
-        """Cut off all connections from these sources (None: all), as soon as the thread gets to it."""
+        """Cut off all connections to `domain` from these sources (hosts, or processes over ipc; None: from all). It
+        returns at once: the limiter's thread does it."""
         self._leaving.append((domain, sources))
         self._wake(_WATCH)
 
     def close(self) -> None:
+        """Stop the thread and wait for it, up to 5 s. Connections stay."""
         self._wake(_STOP)
         self._thread.join(5)
         self._talk.close()
@@ -222,7 +226,7 @@ class ConnectionLimiter:
 
 
 def hang_up(number: int, source: str) -> None:
-    """Shut down the connection with this descriptor, if it still belongs to that source."""
+    """Shut down the connection with the file descriptor `number`, if it still belongs to `source`; else do nothing."""
     with suppress(OSError, ValueError):  # ValueError: -1
         socket = unix.socket(fileno=number)
         try:

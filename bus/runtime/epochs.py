@@ -1,4 +1,5 @@
-"""Random epochs, one for each start of a node, broker or controller, and the offset of its clock."""
+"""Epochs: random numbers, one for each start of a node, broker or controller, by which others notice a restart. Also
+the offset of a process's clock."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable
 
 
 def new_epoch() -> int:
+    """Return a random epoch, from 1 to 2^63 - 1."""
     return secrets.randbelow(2**63 - 1) + 1
 
 

@@ -12,7 +12,8 @@ FILES_WANTED = 65_536
 
 
 def raise_file_limit() -> None:
-    """Raise the limit to FILES_WANTED, or as far as the system allows. Our programs call it at their start."""
+    """Raise the soft limit to FILES_WANTED, or as far as the system allows; it never fails. Our programs call it at
+    their start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -21,7 +22,8 @@ def raise_file_limit() -> None:
 
 
 def file_limit() -> int:
-    """Return the limit on open files. StartError when it is too low for a part that accepts connections."""
+    """Return the number of files that this process may open, FILES_WANTED at most. StartError when it is too low for a
+    part that accepts connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = FILES_WANTED if soft == resource.RLIM_INFINITY else min(soft, FILES_WANTED)
     if limit < FILES_MIN:

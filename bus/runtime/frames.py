@@ -42,10 +42,11 @@ except (AttributeError, OSError):
 
 
 def send(socket: Socket, frames: Sequence[Any]) -> None:
-    """Send one message of `frames`: bytes are copied (below some 64 KiB that is cheaper than sharing), a zmq.Frame
-    is shared.
+    """Send one message of `frames` without waiting: bytes are copied (below some 64 KiB that is cheaper than sharing),
+    a zmq.Frame is shared.
 
-    EAGAIN when the peer's queue is full, EHOSTUNREACH from a ROUTER whose peer is gone: then nothing was sent.
+    Raise zmq.Again (EAGAIN) when the peer's queue is full, ZMQError (EHOSTUNREACH) from a ROUTER whose peer is gone:
+    then nothing was sent.
     """
     *first, last = frames
     for frame in first:
@@ -64,8 +65,8 @@ def name_of(first: bytes) -> str:
 
 
 class TooManyFrames(Exception):
-    """A message has more than FRAMES_MAX frames: `skip` the rest. `descriptor` and `source` are those of its
-    connection (-1 and empty over inproc)."""
+    """Raised by `receive` for a message of more than FRAMES_MAX frames; the caller must `skip` the rest. `descriptor`
+    and `source` are those of its connection (-1 and empty over inproc)."""
 
     def __init__(self, frame: zmq.Frame) -> None:
         super().__init__()
@@ -75,7 +76,8 @@ class TooManyFrames(Exception):
 
 
 def receive(socket: Socket, copied: int = ALL, keyed: bool = False, routed: bool = False) -> list[Any]:
-    """Return one message: its first `copied` frames (at least one) as bytes, the others as zmq.Frames.
+    """Return one message without waiting: its first `copied` frames (at least one) as bytes, the others as zmq.Frames.
+    zmq.Again if there is none.
 
     The first frame from a `keyed` socket is Known: it has the key that the sender's connection proved. `routed`: the
     socket is a ROUTER. TooManyFrames where the message has more than FRAMES_MAX frames.
@@ -104,11 +106,11 @@ def _known(frame: zmq.Frame) -> Known:
 
 
 def skip(socket: Socket) -> bool:
-    """Drop the rest of a message, SKIP_MAX frames at most; return false when more frames are left.
+    """Drop the rest of a message after TooManyFrames, SKIP_MAX frames at most; return false when more frames are left.
+    zmq.Again if the next frame has not come.
 
     Until the message ends, no other peer of the socket is served, so this is not done frame by frame: libzmq copies
-    many frames in one call, for the caller to free, and libc frees them in one call. That takes a seventh of the
-    time.
+    many frames in one call, for the caller to free, and libc frees them in one call. That takes a seventh of the time.
     """
     if _receive_many is None:
         return any(not _receive(socket, _NOW, False).more for _ in range(SKIP_MAX))
@@ -125,5 +127,5 @@ def skip(socket: Socket) -> bool:
 
 
 def has_message(socket: Socket) -> bool:
-    """Return true if `receive` would find a message."""
+    """Return true if `receive` would find a message now."""
     return bool(zmq_poll([(socket, zmq.POLLIN)], 0))

@@ -1,7 +1,6 @@
-"""The intake of a part: peers' messages that it must drop, and items of other threads.
+"""The intake of a part's loop: messages of peers that it must drop, and items that other threads hand to it.
 
-`Rejections` is the one rule for counting and logging dropped messages. `Mailbox` is the one way into a loop's
-thread.
+`Rejections` is the one rule for counting and logging dropped messages. `Mailbox` is the one way into a loop's thread.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ Item = TypeVar("Item")
 
 
 class Rejections:
-    """The dropped messages. It counts each in `counts`, under `prefix` and its reason, and logs the first of each
-    peer, for up to PEERS_REMEMBERED peers."""
+    """The invalid messages that a part drops. It counts each in `counts`, under `prefix` and its reason, and logs the
+    first of each peer as `event` with `fields`, for up to PEERS_REMEMBERED peers."""
 
     def __init__(
         self, log: Any, counts: Counter[str], *, prefix: str = "", event: str = "message.rejected", **fields: Any
@@ -34,7 +33,7 @@ class Rejections:
         self._peers: set[str] = set()
 
     def note(self, peer: str, error: ProtocolError) -> None:
-        """Count, and log if it is the first, a message of `peer` that `error` rejects."""
+        """Count a message of `peer` that was dropped because of `error`, and log it if it is that peer's first."""
         self._counts[f"{self._prefix}{error.reason}"] += 1
         if peer not in self._peers and len(self._peers) < PEERS_REMEMBERED:
             self._peers.add(peer)
@@ -59,13 +58,13 @@ class Mailbox(Generic[Item]):
         self._wake: Callable[[], object] | None = None
 
     def open(self, wake: Callable[[], object]) -> None:
-        """Start to wake the taking thread; it is woken at once for items that were put in before."""
+        """Start to wake the taking thread through `wake`; it is called at once if items were put in before."""
         self._wake = wake
         if self._rung:
             wake()
 
     def close(self) -> None:
-        """Stop waking: there is no taking thread any more."""
+        """Stop waking: there is no taking thread any more. Items may still be put in."""
         self._wake = None
 
     def clear(self) -> None:
@@ -75,8 +74,9 @@ class Mailbox(Generic[Item]):
         self._rung = False
 
     def put(self, item: Item, *, spills: Any = None, always: bool = False) -> bool:
-        """Put `item` in. Return false where there is no room: `item` is lost, and `spills`, if given, is kept for
-        `spilled`. With `always` there is room."""
+        """Put `item` in and wake the taking thread; any thread may call it. Return false if the queue is full: `item`
+        is lost, and `spills` (a hashable, such as the request's name), if given, is kept for `spilled`. With `always`
+        the item is taken beyond the limit."""
         if not always and len(self._items) >= self._most:
             if spills is not None:
                 with self._lock:
@@ -95,12 +95,14 @@ class Mailbox(Generic[Item]):
                 self._wake()
 
     def take(self) -> list[Item]:
-        """Return the items put in since the last call, in order. Only the loop's thread may call it."""
+        """Return the items put in since the last call, in order, and remove them. Only the loop's thread may call
+        it."""
         self._rung = False  # before it looks, so that none which comes now is forgotten
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def spilled(self) -> list[Any]:
-        """Return the `spills` of lost items since the last call, each once, in order."""
+        """Return the `spills` of items that were lost since the last call, each once, in order. Only the loop's thread
+        may call it."""
         if not self._spilled:
             return []
         with self._lock:

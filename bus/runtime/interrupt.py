@@ -20,7 +20,8 @@ def leave_at_once() -> None:
 
 
 def raise_again() -> None:
-    """End `leave_at_once`: SIGINT raises KeyboardInterrupt again, for code that tidies up."""
+    """End `leave_at_once`: SIGINT raises KeyboardInterrupt again, for code that tidies up. Where another handler is
+    set, it stays."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -29,7 +29,8 @@ EDGE = "edge"  # the key of an HTTP edge, a client's, where no other is chosen
 
 @dataclass(frozen=True)
 class Keys:
-    """One part's key, and the list by which it judges other keys. `name` is `<role>/<name>`."""
+    """The key of one part, and the directory whose lists judge the keys of its peers. `name` is `<role>/<name>`;
+    `public` and `secret` are 40 characters of Z85."""
 
     directory: Path
     name: str
@@ -37,7 +38,8 @@ class Keys:
     secret: bytes
 
     def of_port(self, role: KeyRole, name: str) -> bytes:
-        """Return the key that the port of a broker or controller must prove; `name` may be empty where only one is
+        """Return the public key that a broker or controller must prove when we connect to it: that of `name`, or for an
+        empty name the only listed key of `role`. ConfigError if there is none, or `name` is empty and several are
         listed."""
         folder = self.directory / "allow" / role
         if name:
@@ -87,8 +89,8 @@ def load_keys(directory: Path | str, *roles: KeyRole, name: str = "", default: s
 
 
 def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
-    """Make the keys of a cluster in `directory`: of its broker, one controller, an operator, an HTTP edge, and these
-    nodes. Make none if one of the names is invalid."""
+    """Make the directory and keys of a new cluster: of its broker, one controller, an operator, an HTTP edge, and these
+    nodes. ConfigError if it holds keys already, or one of the names is invalid; then no key is made."""
     if (directory / "secrets").exists():
         raise ConfigError(f"{directory} already holds keys; choose an empty directory")
     for name in nodes:
@@ -106,7 +108,8 @@ def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
 
 
 def add_key(directory: Path, role: KeyRole, name: str) -> None:
-    """Make a key and list it. Its secret stays here until it is given away."""
+    """Make the key `name` of `role`, and list it. Its secret stays in this directory until `give_key`. A revoked key of
+    that name is forgotten. ConfigError if the name is invalid or listed already."""
     _check_name(name)
     listed = directory / "allow" / role / f"{name}.key"
     if listed.exists():
@@ -123,8 +126,9 @@ def add_key(directory: Path, role: KeyRole, name: str) -> None:
 
 
 def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
-    """Move the secret of a key to `out`, together with the public keys that its holder needs; renew those if `out`
-    is there. A newer secret replaces the one of an earlier key."""
+    """Move the secret of a listed key from `directory` to the directory `out`, and copy there the public keys that its
+    holder needs. Where `out` has the secret already, only its public keys are renewed; the secret of an earlier key of
+    that name is replaced. ConfigError if the secret is not here any more."""
     listed = read_key(_listed(directory, role, name))
     here, there = (each / "secrets" / role / f"{name}.secret" for each in (directory, out))
     if not there.exists() or zmq.curve_public(_read_secret(there)) != listed:
@@ -150,7 +154,8 @@ def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
 
 
 def files_of(keys: Keys) -> dict[str, bytes]:
-    """Return the files that the part with these keys needs on another machine, by their path in its directory there."""
+    """Return the files that the part with these keys needs on another machine: their contents, by their path in its
+    directory there."""
     role, name = keys.name.split("/")
     files = {f"secrets/{role}/{name}.secret": keys.secret}
     for each in _lists_of(role):
@@ -160,7 +165,8 @@ def files_of(keys: Keys) -> dict[str, bytes]:
 
 
 def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str], *, edge: bool = False) -> None:
-    """Make the missing keys of these parts. A revoked key is made again by `add_key` only."""
+    """Make the missing keys of these controllers and nodes, and of an HTTP edge if `edge`. Keys that exist stay; a
+    revoked key is made again by `add_key` only."""
     wanted: dict[KeyRole, Sequence[str]] = {
         "controllers": controllers, "nodes": nodes, "clients": (EDGE,) if edge else (),
     }  # fmt: skip
@@ -171,7 +177,8 @@ def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str
 
 
 def revoke_key(directory: Path, role: KeyRole, name: str) -> None:
-    """Take a key off the list. Parts that read this directory cut its connections within a second."""
+    """Take a key off the list, delete its secret here, and remember it as revoked. Parts that read this directory cut
+    its connections within a second. ConfigError if it is not listed."""
     listed = _listed(directory, role, name)
     public = listed.read_bytes().strip()
     _remove(listed)
@@ -182,7 +189,7 @@ def revoke_key(directory: Path, role: KeyRole, name: str) -> None:
 
 
 def listed_keys(directory: Path) -> Iterator[tuple[KeyRole, str, bytes]]:
-    """Return role, name and public key of every listed key. ConfigError where there is no list."""
+    """Give role, name and public key of every listed key. ConfigError where there is no list."""
     if not (directory / "allow").is_dir():
         raise ConfigError(f"{directory} holds no list of keys; make one with: pdbus keys new {directory}")
     for role in ROLES:
@@ -208,7 +215,7 @@ def _listed(directory: Path, role: KeyRole, name: str) -> Path:
 
 
 def check_private(path: Path) -> None:
-    """ConfigError when other users may read the file; OSError when it cannot be examined."""
+    """Raise ConfigError when other users may read the file; OSError when it cannot be examined."""
     status = path.stat()
     if _is_open(stat.S_IMODE(status.st_mode), status.st_uid, os.getuid()):
         raise ConfigError(f"{path} is readable by others; run: chmod 600 {path}")

@@ -40,6 +40,7 @@ class Logger:
         self._stdlib = logging.getLogger(name)
 
     def bind(self, **fields: object) -> Logger:
+        """Return a logger that adds `fields` to all its events; this one stays as it is."""
         return Logger(self._name, self._bound | fields)
 
     def debug(self, event: str, **fields: object) -> None:
@@ -78,7 +79,7 @@ def get_logger(part: str) -> Logger:
 
 
 def lost() -> int:
-    """Return the number of events of this process that could not be written."""
+    """Return the number of log events that this process could not write, since its start."""
     return _lost
 
 
@@ -117,7 +118,7 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 def set_level(level: str) -> None:
-    """Set the level from now on, in a process that called `configure`."""
+    """Set the level (one of LEVELS) from now on, in a process that called `configure`."""
     structlog = _structlog()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))
 
@@ -137,7 +138,8 @@ def _structlog() -> Any:
 
 
 def adopt(library: str, log_line: Callable[[str], None], every_s: float) -> None:
-    """Pass what `library` logs (warnings or worse) to `log_line` from now on, at most one line each `every_s`."""
+    """Pass what `library` logs with `logging` (warnings or worse) to `log_line` from now on, instead of its own
+    handlers; at most one line each `every_s` seconds, the others are lost."""
 
     class Adopted(logging.Handler):
         next_at = 0.0

@@ -43,7 +43,8 @@ log = get_logger("bus")
 
 
 class Timer:
-    """A pending call; `cancel()` removes it."""
+    """A call that is planned for `due` (on the loop's clock), and repeated each `interval_s` if that is not None. The
+    loop's `call_later` and `call_every` make it; `cancel()` removes it."""
 
     __slots__ = ("active", "due", "function", "interval_s")
 
@@ -58,6 +59,9 @@ class Timer:
 
 
 class Loop:
+    """The loop of one thread. `clock` gives seconds; `spin_s` is how long it polls before it sleeps. All methods except
+    `stop`, `call_threadsafe` and `still_s` are for its own thread."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, spin_s: float = 0.0) -> None:
         self.clock = clock
         self._spin_s = spin_s
@@ -85,20 +89,22 @@ class Loop:
     def add(
         self, socket: Socket, handler: Handler, *, budget: int = 128, copied: int = ALL, keyed: bool = False
     ) -> None:
-        """Call `handler(frames)` for each message: the first `copied` frames are bytes, the others (large payloads)
-        zmq.Frames. With `keyed`, where peers prove keys, the first frame is Known."""
+        """Call `handler(frames)` for each message of `socket` from now on, at most `budget` of them a turn: the first
+        `copied` frames are bytes, the others (large payloads) zmq.Frames. With `keyed`, where peers prove keys, the
+        first frame is Known."""
         self._handlers[socket] = (handler, budget, copied, keyed, socket.type == zmq.ROUTER)
         self._poller.register(socket, zmq.POLLIN)
 
     def remove(self, socket: Socket) -> None:
+        """Stop reading `socket`. It is not closed."""
         self.rest(socket, False)
         self._skipping.discard(socket)
         del self._handlers[socket]
         self._poller.unregister(socket)
 
     def rest(self, socket: Socket, resting: bool) -> None:
-        """Set whether `socket` rests: it then waits for a turn with another cause (a timer, at the latest) and does
-        not wake the loop."""
+        """Set whether `socket` rests: while it does, its messages do not wake the loop, and wait for a turn with
+        another cause (a timer, at the latest)."""
         if resting is (socket in self._resting):
             return
         if resting:
@@ -109,24 +115,29 @@ class Loop:
             self._poller.register(socket, zmq.POLLIN)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
+        """Call `function` once, after `delay_s` seconds."""
         return self._schedule(Timer(self.clock() + delay_s, function, None))
 
     def call_every(self, interval_s: float, function: Callable[[], None]) -> Timer:
+        """Call `function` every `interval_s` seconds, until the timer is cancelled. After a late turn the calls that
+        were missed are left out."""
         return self._schedule(Timer(self.clock() + interval_s, function, interval_s))
 
     def call_threadsafe(self, function: Callable[[], None]) -> None:
-        """Run `function` on the loop's thread, soon. Besides `stop`, this is the only method that other threads may
-        call."""
+        """Run `function` on the loop's thread, soon; return at once. Besides `stop`, this is the only method that other
+        threads may call."""
         self._calls.append(function)
         self._wake()
 
     def after_turn(self, function: Callable[[], None]) -> None:
+        """Call `function` at the end of every turn, for example to send what the turn collected."""
         self._after_turn.append(function)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     def on_signals(self, function: Callable[[int], None], *numbers: int) -> None:
-        """Handle signals (main thread only): the handler merely wakes the loop, which then calls `function(number)`."""
+        """Handle these signals (none given: SIGINT and SIGTERM) by `function(number)`, which the loop calls in its next
+        turn: the signal handler itself merely wakes the loop. Main thread only."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
@@ -137,15 +148,18 @@ class Loop:
         self._signal_handler = function
 
     def stop(self) -> None:
+        """End `run` after the present turn. Any thread may call it."""
         self._stopping.set()
         self._wake()
 
     def run(self) -> None:
-        """Run until `stop()`. An exception in a handler is our bug: it ends the loop and reaches the caller."""
+        """Run turns until `stop()`; it blocks. An exception in a handler is our bug: it ends the loop and reaches the
+        caller."""
         while not self._stopping.is_set():
             self.turn()
 
     def close(self) -> None:
+        """Free the loop's descriptors, after `run` has ended. Its sockets stay open: their owner closes them."""
         if threading.current_thread() is threading.main_thread():
             descriptor = signal.set_wakeup_fd(-1)
             if descriptor not in (-1, self._wake_out.fileno()):
@@ -160,6 +174,8 @@ class Loop:
         return 0.0 if self._turned_at is None else self.clock() - self._turned_at
 
     def turn(self) -> None:
+        """Run one turn: wait for a message, a timer or a wake-up (MAX_IDLE_MS at most), then handle everything that is
+        ready. `run` calls it."""
         ready = self._wait()
         self.behind = False
         for resting in tuple(self._resting):

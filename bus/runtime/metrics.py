@@ -1,4 +1,4 @@
-"""Prometheus metrics of a part: the form of a snapshot, which `bus.runtime.probes` serves.
+"""Prometheus metrics of a part: the form of a snapshot, which `bus.runtime.probes` serves over HTTP.
 
 This is not called while a request is served. A part counts in plain ints and `Histogram`s, and builds its snapshot
 about once a second.
@@ -27,6 +27,8 @@ SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
+    """One value of a metric, with its labels by name."""
+
     value: float | Distribution
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -49,10 +51,12 @@ Snapshot: TypeAlias = Callable[[], Iterable[Metric]]
 
 
 def counter(name: str, help: str, value: float) -> Metric:
+    """Return a counter (it only grows) with one value and no labels."""
     return Metric(name, help, "counter", (Sample(value),))
 
 
 def gauge(name: str, help: str, value: float) -> Metric:
+    """Return a gauge (it may fall) with one value and no labels."""
     return Metric(name, help, "gauge", (Sample(value),))
 
 
@@ -64,12 +68,13 @@ def labelled(
 
 
 def histogram(name: str, help: str, value: Distribution) -> Metric:
+    """Return a histogram metric of one distribution, without labels."""
     return Metric(name, help, "histogram", (Sample(value),))
 
 
 def registry(snapshot: Snapshot, labels: Mapping[str, str] | None = None) -> CollectorRegistry:
-    """Return a Prometheus registry: each scrape reads `snapshot()`, which should return the tuple that the loop
-    built last. `labels` go to each sample of the part."""
+    """Return a Prometheus registry: each scrape reads `snapshot()`, on the scraping thread, so it should return the
+    tuple that the loop built last. `labels` go to each sample of the part."""
     made = CollectorRegistry()
     made.register(_Reader(snapshot, labels or {}))
     return made

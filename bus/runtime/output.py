@@ -9,7 +9,7 @@ from typing import Any
 
 class Unfailing:
     """A text stream in which a write never fails: what the stream below cannot take (full disk, closed pipe or
-    terminal) is lost, and the next write is tried again."""
+    terminal) is lost, and the next write is tried again. All other attributes are those of the stream below."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -28,5 +28,6 @@ class Unfailing:
 
 
 def outlive_readers() -> None:
-    """Make writes to stdout and stderr never raise from here on, in all code of the process."""
+    """Make writes to stdout and stderr never raise from here on, in all code of the process. For a command that must go
+    on after the reader of its output has gone."""
     sys.stdout, sys.stderr = Unfailing(sys.stdout), Unfailing(sys.stderr)

@@ -1,8 +1,9 @@
-"""The keys of the ports that a part connects to: a check that each port's key is still listed.
+"""The keys of the ports that a part connects to: a check that each port's key is still listed in `allow/` of the key
+directory.
 
-ZeroMQ keeps the key that a socket had when it connected, also through reconnects, so the list must be read again.
-This module owns the connections and their keys, and drops them. Lists are read in `bus.runtime.allowlist`, sockets
-made and closed in `bus.runtime.sockets`.
+ZeroMQ keeps the key that a socket had when it connected, also through reconnects, so the list must be read again. This
+module owns the connections and their keys, and drops them. Lists are read in `bus.runtime.allowlist`, sockets made and
+closed in `bus.runtime.sockets`.
 """
 
 from __future__ import annotations
@@ -43,22 +44,26 @@ class _Port:
 
 
 class PeerKeys:
-    """The connections with keys. `look()`, each LOOK_S, disconnects sockets from ports whose key is no longer
-    listed, and connects them again where the same name has another key. A list that cannot be read changes nothing.
-    Only the thread that owns the sockets may call it."""
+    """The connections with keys. `look()`, each LOOK_S, disconnects sockets from ports whose key is no longer listed,
+    and connects them again where the same name has another key. A list that cannot be read changes nothing. Only the
+    thread that owns the sockets may call its methods."""
 
     def __init__(self, directory: Path) -> None:
         self._lists = {role: Folder(directory / "allow" / role) for role in ROLES}
         self._ports: dict[Socket, _Port] = {}
 
     def connected(self, socket: Socket, endpoint: str, role: KeyRole, name: str, key: bytes) -> None:
-        """Record a connection. `name` is that of the key; empty: the only key of that role, or any node's."""
+        """Record that `socket` connects to a port at `endpoint`, which proves `key`. `name` is that of the key in the
+        list of `role`; empty: the only key of that role, or any node's."""
         self._ports[socket] = _Port(endpoint, role, name, key)
 
     def closed(self, socket: Socket) -> None:
+        """Forget `socket`, because it is closed."""
         self._ports.pop(socket, None)
 
     def look(self) -> None:
+        """Compare the key of each recorded connection with the list, and disconnect or reconnect as the class says. A
+        key must be missing MISSES times in a row."""
         for socket, port in self._ports.items():
             folder = self._lists[port.role]
             held = folder.still_holds(port.key)  # asks for one file's state; to read the list costs one for each

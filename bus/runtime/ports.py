@@ -11,8 +11,8 @@ _PORTS = range(20_000, 32_000)  # below the usual ephemeral range, so that no ou
 
 
 def free_ports(host: str, count: int) -> int:
-    """Return the first of `count` free ports in a row. StartError where there are none, or where the address is not
-    this machine's."""
+    """Return the first of `count` tcp ports in a row that are free on `host` now; they are not reserved. StartError
+    where there are none, or where the address is not this machine's."""
     host = socket_host(host)
     _check(host)
     rng = random.SystemRandom()
@@ -24,8 +24,9 @@ def free_ports(host: str, count: int) -> int:
 
 
 def hold(host: str, port: int) -> bool:
-    """Reserve a port number for the life of this process, among all programs that call this before they listen. The
-    UDP port of that number marks it. Return false if it is reserved or in use. StartError as in `free_ports`."""
+    """Reserve a tcp port number for the life of this process, among all programs that call this before they listen: the
+    UDP port of that number marks it. Return false if it is reserved or in use. StartError if the address is not this
+    machine's."""
     host = socket_host(host)
     _check(host)
     if not _is_free(host, port):

@@ -37,10 +37,11 @@ def serve(
     loop: Loop, host: str, port: int, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str] = lambda: "",
     targets: Callable[[], list[dict[str, Any]]] | None = None, labels: Mapping[str, str] | None = None,
 ) -> Callable[[], None]:  # fmt: skip
-    """Serve until the returned function is called. StartError if the port is taken.
+    """Serve from a thread of its own until the returned function is called, on the loop's thread. StartError if the
+    port is taken.
 
-    `gather`, `unready` (why the part cannot work now; empty: it can) and `targets` (in the form of `http_sd`) are
-    called on the loop's thread. `labels` go to each sample of the part.
+    `gather`, `unready` (why the part cannot work now; empty: it can) and `targets` (in the form of `http_sd`; None: no
+    such page) are called on the loop's thread each GATHER_S. `labels` go to each sample of the part.
     """
     board = Board(loop, gather, unready, targets, labels)
     board.keep()
@@ -64,7 +65,8 @@ def serve(
 
 
 class Board:
-    """The data that the loop leaves for probes, and the answers that follow from it."""
+    """The data that the loop leaves for probes, and the answers that follow from it. `keep` writes it on the loop's
+    thread; the HTTP threads read."""
 
     def __init__(
         self, loop: Loop, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str],
@@ -80,7 +82,7 @@ class Board:
         self.registry = registry(lambda: self._metrics, labels)
 
     def keep(self) -> None:
-        """Store fresh data, on the loop's thread."""
+        """Gather fresh data from the part and store it. The loop calls it each GATHER_S."""
         made = gauge("pdbus_page_timestamp_seconds", "when the part last made its figures, since 1970", time.time())
         self._metrics = (*self._gather(), made)
         self._trouble = self._unready()
@@ -88,7 +90,7 @@ class Board:
             self.targets = json.dumps(self._targets()).encode()
 
     def unhealthy(self) -> str:
-        """Return why the part should be restarted; empty: it lives."""
+        """Return why the part should be restarted (its loop has not turned for HEALTHY_S); empty: it lives."""
         still_s = self._loop.still_s
         return f"its loop has not turned for {still_s:.1f} s" if still_s > HEALTHY_S else ""
 

@@ -1,4 +1,4 @@
-"""SIGHUP: the settings are read again, and those that may change while a part runs take effect.
+"""SIGHUP: a part's settings are read again, and those that may change while it runs take effect.
 
 This module owns the comparison with the settings in force; the part decides what a change means.
 """
@@ -56,7 +56,8 @@ class Reload:
 def on_signals(
     loop: Loop, apply: Callable[[dict[str, Any]], None], leave: Callable[[], None], other: Callable[[int], None]
 ) -> None:
-    """Let SIGHUP reload the running command's settings, as `Reload` does; the other signals call `other`."""
+    """Let the loop handle the signals of a part: SIGHUP reloads the running command's settings, as `Reload` does with
+    `apply` and `leave`; SIGINT and SIGTERM call `other(number)`. Main thread only."""
     reload = Reload(apply, leave)
     loop.on_signals(lambda number: reload() if number == signal.SIGHUP else other(number), *cli.SIGNALS)
 

@@ -1,4 +1,4 @@
-"""The handler that decides by the allowlist which keys may connect (ZeroMQ RFC 26/CURVEZMQ, 27/ZAP), and cuts off
+"""The ZAP handler: it decides by the allowlist which keys may connect (ZeroMQ RFC 26/CURVEZMQ, 27/ZAP), and cuts off
 revoked ones.
 
 This module owns that decision and remembers the keys that it let in. `bus.rights` has the roles for each socket,
@@ -35,14 +35,15 @@ log = get_logger("bus")
 
 
 class Lines:
-    """A limit on log lines: so many of a kind in a minute, and the first of the next minute says how many were left
+    """A limit on log lines: LOGGED_MAX of a kind in a minute, and the first of the next minute says how many were left
     out. Pure."""
 
     def __init__(self) -> None:
         self._logged: dict[str, tuple[float, int, int]] = {}  # by kind: since when, how many, and how many not
 
     def one(self, kind: str, now: float) -> int:
-        """Return how many lines were left out since the last that was logged; -1 if this one is left out too."""
+        """Count a line of `kind` and tell if it may be logged: -1 if it must be left out, else the number of lines left
+        out since the last one that was logged."""
         since, logged, left_out = self._logged.get(kind, (now, 0, 0))
         if now - since >= MINUTE_S:
             since, logged = now, 0
@@ -54,11 +55,12 @@ class Lines:
 
 
 class Gatekeeper:
-    """The ZAP handler of one Context, on a thread of its own: it lets listed CURVE keys in and refuses everything
-    else. The messages of a peer then carry its key's name (User-Id).
+    """The ZAP handler of one Context, on a thread of its own: it lets listed CURVE keys in and refuses everything else.
+    The messages of a peer then carry its key's name (User-Id). `refused` counts refusals by domain (the kind of
+    socket).
 
-    It calls `on_revoked(domain, sources)`, on that thread, with the sources of a connected key that is no longer
-    listed; None: too many sources to remember.
+    It calls `on_revoked(domain, sources)`, on that thread, for a connected key that is no longer listed. The sources
+    are the hosts or processes from which it connected; None: too many to remember.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
@@ -85,10 +87,11 @@ class Gatekeeper:
         self.refused.setdefault(domain, 0)
 
     def no_handshake(self, domain: str, endpoint: str) -> None:
-        """Count a peer that failed before it showed a key: plaintext, another protocol, noise."""
+        """Count and log a peer that failed before it showed a key: plaintext, another protocol, noise."""
         self._refuse(domain, endpoint, "no CURVE handshake")
 
     def close(self) -> None:
+        """Stop the thread and wait for it, up to 5 s."""
         with self._context.socket(zmq.PUSH) as caller:
             caller.setsockopt(zmq.LINGER, 1000)
             caller.connect(f"inproc://gatekeeper-orders-{id(self)}")
@@ -114,7 +117,8 @@ class Gatekeeper:
                 return
 
     def answer(self, request: list[bytes]) -> list[bytes]:
-        """Return the reply to one ZAP request (RFC 27): 200 for an allowed CURVE key, 400 for anything else."""
+        """Return the reply to one ZAP request (RFC 27): 200 for a key that may connect to the request's domain, 300 for
+        one that connects too often, 400 for anything else."""
         version, number, domain, address, _, mechanism = (request + [b""] * 6)[:6]
         at, source = domain.decode(errors="replace"), address.decode(errors="replace")
         if mechanism == b"CURVE" and len(request) == 7:
@@ -135,7 +139,8 @@ class Gatekeeper:
         return [version or b"1.0", number, b"400", b"not on the allowlist", b"", b""]
 
     def look(self) -> None:
-        """Cut off each peer whose key is no longer listed, or is listed under another name."""
+        """Cut off each peer whose key is no longer listed, or is listed under another name. The thread calls it each
+        second."""
         for (key, domain), (name, sources) in list(self._admitted.items()):
             if self._allowlist.admits(key, domain) != name:
                 del self._admitted[key, domain]

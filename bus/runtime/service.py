@@ -1,4 +1,5 @@
-"""A part that runs on a thread of its own inside another program, or on the caller's thread as a program.
+"""A part (broker, node, controller, ...) that runs on a thread of its own inside another program, or on the caller's
+thread as a program.
 
 This module owns the thread, its end, and the failure. The part itself opens, serves and closes.
 """
@@ -73,7 +74,8 @@ class Service:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make `loop`, bind and connect everything. An exception leaves nothing open. StartError if it is open."""
+        """Make `loop`, bind and connect everything, for a caller that then runs `loop` itself. An exception leaves
+        nothing open. StartError if it is open already or an endpoint is taken."""
         self._raise_if_own()
         with self._turn:
             self._make()
@@ -113,7 +115,8 @@ class Service:
             self._exits.close()
 
     def start(self) -> Self:
-        """Open, and serve on a thread of its own. StartError if it serves already; then it goes on serving."""
+        """Open, and serve on a thread of its own; return when everything is bound. StartError if it serves already
+        (then it goes on serving) or an endpoint is taken."""
         self._raise_if_own()
         with self._turn:
             if self._thread is not None:
@@ -131,8 +134,8 @@ class Service:
             return self
 
     def stop(self) -> None:
-        """Stop; idempotent. Sockets, threads and the Context are gone when it returns. RuntimeError on the part's
-        own thread, which cannot wait for itself."""
+        """Stop, and wait until sockets, threads and the Context are gone; idempotent. RuntimeError on the part's own
+        thread, which cannot wait for itself."""
         self._raise_if_own()
         with self._turn:
             if self._thread is not None:
@@ -164,7 +167,8 @@ class Service:
             raise PartFailed(f"the {self.part} of this process was not started yet: call it in a `with` block of it")
 
     def raise_if_inherited(self) -> None:
-        """Raise PartFailed in a forked child, before a lock of the part is taken that no thread would release there."""
+        """Raise PartFailed in a forked child of the process that opened the part. Methods call it before they take a
+        lock of the part, which no thread would release there."""
         if self.inherited:
             raise PartFailed(f"this {self.part} is the parent process's: in a forked child, make another")
 

@@ -48,18 +48,19 @@ _FILE, _PLACES, _PRINT, _ARGUMENTS = (f"pdbus.settings.{name}" for name in ("fil
 def command(
     *sections: str, reloads: Iterable[str] = (), cls: type[click.Command] | None = None, **attributes: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator for a click command (`cls`, else `Command`) whose options are settings of `sections`; the
-    last section wins. Those of `reloads` may change while the command runs (`bus.runtime.reload`)."""
+    """Return a decorator that makes a click command (of class `cls`, else `Command`) whose options are settings of
+    `sections`; the last section wins. The settings named in `reloads` may change while the command runs
+    (`bus.runtime.reload`)."""
     return click.command(cls=cls or Command, sections=sections, reloads=reloads, **attributes)
 
 
 def config_file() -> str:
-    """Return the file that the running command was given, or an empty string."""
+    """Return the path given with `--config` to the running command, or an empty string."""
     return str(click.get_current_context().meta.get(_FILE, ""))
 
 
 def settings_of(command: click.Command) -> Iterator[tuple[str, click.Option]]:
-    """Return the options that file and environment may give, with their names in a file."""
+    """Give the options of `command` that file and environment may set, each with its name in a file (`room-ttl-s`)."""
     for option in command.params:
         if isinstance(option, click.Option):
             name = max(option.opts, key=len).removeprefix("--")
@@ -68,8 +69,8 @@ def settings_of(command: click.Command) -> Iterator[tuple[str, click.Option]]:
 
 
 def reread(ctx: click.Context) -> dict[str, Any]:
-    """Return the values with which the command would be called now. ConfigError or click.UsageError where it would
-    not start."""
+    """Read file and environment again, and return all parameters with which the command would be called now, by name.
+    ConfigError or click.UsageError where it would not start."""
     command = ctx.command
     assert isinstance(command, Command)
     command.check_environment()
@@ -77,7 +78,7 @@ def reread(ctx: click.Context) -> dict[str, Any]:
 
 
 def reloadable(ctx: click.Context) -> dict[str, str]:
-    """Return the parameters of the running command that may change, with the names of their settings."""
+    """Return the parameters of the running command that may change while it runs, each with the name of its setting."""
     command = ctx.command
     assert isinstance(command, Command)
     return {str(command.settings[name].name): name for name in command.reloads}
@@ -91,7 +92,8 @@ def names(ctx: click.Context, parameters: Iterable[str]) -> list[str]:
 
 
 class Command(click.Command):
-    """A click command that reads its options from file and environment too; see `command`."""
+    """A click command that reads its options from file and environment too, and has `--config` and `--print-config`;
+    `command` makes it."""
 
     def __init__(
         self, *arguments: Any, sections: tuple[str, ...], reloads: Iterable[str] = (), **attributes: Any
@@ -116,6 +118,7 @@ class Command(click.Command):
         ]  # fmt: skip
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does; an invalid value from file or environment is a UsageError that names the place."""
         ctx.meta[_ARGUMENTS] = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -126,6 +129,8 @@ class Command(click.Command):
             raise click.UsageError(f"{place}: {at[0]}: {error.message}", ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, or with `--print-config` print its settings and where each came from. ConfigError as for
+        `check_environment`."""
         self.check_environment()
         if not ctx.meta.get(_PRINT):
             return super().invoke(ctx)
@@ -159,7 +164,7 @@ class Command(click.Command):
         return "flag" if source is ParameterSource.COMMANDLINE else "default"
 
     def check_environment(self) -> None:
-        """ConfigError for a variable with a name of ours that is not a setting."""
+        """Raise ConfigError for an environment variable of one of our sections that is no setting."""
         known = {name for setting in self.settings for name in variables(self.sections, setting)}
         for variable in sorted(os.environ.keys() - known):
             for section in self.sections:

@@ -55,7 +55,8 @@ Socket = zmq.Socket[bytes]
 
 
 class Sockets:
-    """The sockets of one part: it makes, binds, connects and closes them."""
+    """The ZeroMQ sockets of one part: it makes, binds, connects and closes them, all in one Context. `with` closes
+    it."""
 
     def __init__(self, *, keys: Keys | None = None, io_threads: int = 1, max_sockets: int = 4096) -> None:
         """Make the Context. With `keys`, every connection is CURVE-encrypted and every port accepts listed keys
@@ -105,18 +106,19 @@ class Sockets:
 
     def look(self) -> None:
         """Disconnect from ports whose key was missing from the list twice in a row, and reconnect where the list has a
-        new key. Call it every LOOK_S (`bus.runtime.peer_keys`) on the thread that owns the connecting sockets."""
+        new key. Call it every LOOK_S (`bus.runtime.peer_keys`) on the thread that owns the connecting sockets. Without
+        keys it does nothing."""
         if self._peer_keys is not None:
             self._peer_keys.look()
 
     def check(self, endpoint: str) -> None:
-        """ConfigError where another user could take the place of the peer at `endpoint`. With keys a port proves its
-        identity."""
+        """Raise ConfigError where another user could take the place of the peer at `endpoint`: an ipc socket in a
+        directory where others may write. With keys a port proves its identity, and nothing is checked."""
         if self._keys is None and endpoint.startswith("ipc://"):
             check_dir(Path(split_owner(endpoint)[0].removeprefix("ipc://")).parent)
 
     def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
-        """Close one socket; it goes on sending for `linger_ms`."""
+        """Close one socket; it goes on sending what is queued for `linger_ms`."""
         self._forget(socket)
         socket.close(linger=linger_ms)
 
@@ -133,7 +135,8 @@ class Sockets:
     # --- kinds ------------------------------------------------------------------------------------------------
 
     def pub(self, connect: str) -> Socket:
-        """Return a PUB connected to the broker's endpoint."""
+        """Return a PUB connected to the broker's endpoint. StartError for an address that cannot be, ConfigError as
+        `check`, here and below."""
         return self._connect(self._new(zmq.PUB, HEADER_MAX), connect)
 
     def sub(self, connect: str, topics: tuple[bytes, ...]) -> Socket:
@@ -144,14 +147,16 @@ class Sockets:
         return self._connect(socket, connect)
 
     def bus_in(self, topics: tuple[bytes, ...], *bind: str) -> Socket:
-        """Return the socket to which publishers connect. Only messages under one of `topics` come here."""
+        """Return the broker's bound SUB, to which publishers connect. Only messages under one of `topics` come here.
+        StartError where an endpoint is taken."""
         socket = self._new(zmq.SUB, HEADER_MAX)
         for topic in topics:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
         return self._bind_all(socket, bind, "publish")
 
     def bus_out(self, *bind: str) -> Socket:
-        """Return the socket to which subscribers connect: all they may send is subscriptions, which go no further."""
+        """Return the broker's bound PUB, to which subscribers connect: all they may send is subscriptions, which go no
+        further. StartError where an endpoint is taken."""
         socket = self._new(zmq.PUB, TOPIC_MAX)
         socket.setsockopt(zmq.RCVHWM, SUBSCRIPTIONS_READ)
         return self._bind_all(socket, bind, "subscribe", listeners=True)
@@ -190,8 +195,8 @@ class Sockets:
     def ephemeral_router(
         self, host: str, *, maximum: int = DATA_MAX, hwm: int = HWM, answers_one_frame: bool = False
     ) -> tuple[Socket, str]:
-        """Return a ROUTER of one process and its endpoint: `host` is `ipc:///path` or `tcp://address:port` (used as
-        they are), or `tcp://address` (any port).
+        """Return a node's bound ROUTER for its data, and its endpoint as peers must connect to it. `host` is
+        `ipc:///path` or `tcp://address:port` (used as they are), or `tcp://address` (any port).
 
         Each process binds a new path `.../node-<number>`; files of dead processes are removed. With keys, the end of
         the endpoint names the key that this port proves.

@@ -39,7 +39,8 @@ otlp_endpoint_option = click.option(
 
 
 class Spans:
-    """The exporter of one process. `provider` is the SDK's; all its work is done on this exporter's thread."""
+    """The exporter of one process's spans (the parts of a traced request's time). `provider` is the SDK's; all its work
+    is done on this exporter's thread. `dropped` counts records that found the queue full."""
 
     def __init__(self, provider: Any) -> None:
         self._provider = provider
@@ -51,7 +52,8 @@ class Spans:
         self._thread.start()
 
     def begin(self, rid: str, name: str) -> TraceContext:
-        """Return the span of a request that came without a trace: the sampler decides whether it is recorded."""
+        """Return a new trace for a request that came without one; `rid` is the request's id, `name` its span's. The
+        SDK's sampler decides whether it is recorded."""
         from opentelemetry.sdk.trace.sampling import Decision
 
         trace_id = secrets.randbits(128) or 1
@@ -59,14 +61,15 @@ class Spans:
         return root_of(trace_id, rid, sampled=sampled)
 
     def add(self, record: _R, span_of: Callable[[_R], Span]) -> None:
-        """Hand a record over, from any thread; this returns at once."""
+        """Hand over a record and the function that makes a Span of it, from any thread; this returns at once. Where
+        QUEUE_MAX records wait, it is dropped."""
         if self._records.qsize() < QUEUE_MAX:
             self._records.put((span_of, record))
         else:
             self.dropped += 1
 
     def close(self) -> None:
-        """Send what was handed over, within CLOSE_S, and stop."""
+        """Send what was handed over, within CLOSE_S, and stop. It blocks for so long at most."""
         self._records.put(None)
         self._thread.join(CLOSE_S)
         if self.dropped:
@@ -106,7 +109,8 @@ class Spans:
 
 
 def provider_of(exporter: Any, part: str, resource: Mapping[str, str]) -> Any:
-    """Return the SDK's provider, which sends spans in batches through `exporter`."""
+    """Return the SDK's provider, which sends spans in batches through `exporter`. `part` and `resource` (names and
+    values, as the part's instance) describe this process in each span."""
     from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -168,7 +172,7 @@ def exporter(endpoint: str, part: str, **resource: str) -> Spans | None:
 
 @contextmanager
 def exporting(endpoint: str, part: str, **resource: str) -> Iterator[Spans | None]:
-    """Give the result of `exporter`, and close it at the end."""
+    """Give the result of `exporter` for a `with` block, and close it at the end."""
     spans = exporter(endpoint, part, **resource)
     try:
         yield spans

@@ -8,8 +8,9 @@ from bus.runtime.loop import Loop, Timer
 
 
 class Ticker:
-    """A repeated call of `tick()`, which returns the seconds until the next call, or None where nothing can happen
-    by itself. Then the next call comes after `idle_s`, unless the ticker is woken before."""
+    """A repeated call of `tick()` on the loop's thread. It returns the seconds until the next call, or None where
+    nothing can happen by itself: then the next call comes after `idle_s`, unless the ticker is woken before. `dozing`
+    is true meanwhile, and until the first `wake`, which starts the calls."""
 
     def __init__(self, loop: Loop, tick: Callable[[], float | None], idle_s: float) -> None:
         self.dozing = True
@@ -19,7 +20,7 @@ class Ticker:
         self._timer: Timer | None = None
 
     def wake(self, pause_s: float = 0.0) -> None:
-        """Tick at once, or after `pause_s`, instead of at the planned time."""
+        """Tick at once, or after `pause_s` seconds, instead of at the planned time."""
         if self._timer is not None:
             self._timer.cancel()
         self.dozing = False

@@ -23,7 +23,8 @@ class TokenBuckets:
         self._taken: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # taken, as of when; the latest last
 
     def allows(self, peer: Hashable, size: int, now: float) -> bool:
-        """Return true if `peer` may have `size` more now; then take it from its bucket."""
+        """Take `size` from the bucket of `peer` and return true; if it holds less at `now` (seconds), take nothing and
+        return false."""
         if size <= self._free:
             return True
         taken, since = self._taken.get(peer, (0.0, now))

@@ -1,1 +1,2 @@
-"""The wire: messages, their codec, topics, hashes. Opens no socket."""
+"""The wire: what is sent between parts. It has the messages, their codec, topics, hashes and failure codes, and opens
+no socket."""

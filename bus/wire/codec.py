@@ -29,7 +29,8 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message) -> bytes:
-    """Return one frame. LocalProtocolError when the message is larger than a peer accepts."""
+    """Return the one frame of `message`. LocalProtocolError when it is larger than a peer accepts
+    (MAX_HEADER_BYTES)."""
     frame = VERSION_BYTE + _pack(message)
     if len(frame) > MAX_HEADER_BYTES:
         raise LocalProtocolError("size", f"{type(message).__name__} takes {len(frame)} bytes")
@@ -37,7 +38,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes, table: Table) -> Message:
-    """Return the message in `frame`, which must be of one of `table`'s kinds; else RemoteProtocolError."""
+    """Return the message in `frame`, which must be of one of the kinds in `table` (what the socket that it came from
+    may carry). RemoteProtocolError, with the reason, for anything else."""
     size = len(frame)
     if size < 3 or size > MAX_HEADER_BYTES:
         raise RemoteProtocolError("size", f"{size} bytes")
@@ -54,7 +56,7 @@ def decode(frame: bytes, table: Table) -> Message:
 
 
 def readable(table: Table) -> Table:
-    """Prepare a table for `decode`. The tables of `bus.wire.messages` are prepared already."""
+    """Prepare a table for `decode` and return it. The tables of `bus.wire.messages` are prepared already."""
     kinds: Any = Union[tuple(table.values())]  # noqa: UP007
     table.read = msgspec.msgpack.Decoder(kinds).decode
     return table
@@ -78,7 +80,8 @@ def _judge(body: bytes, table: Table) -> Message:
 
 
 def pack(value: Any) -> bytes:
-    """Return plain MessagePack without our version byte, for formats that are not ours (engines' KV-cache events)."""
+    """Return `value` as plain MessagePack without our version byte, for formats that are not ours (engines' KV-cache
+    events)."""
     packed: bytes = msgpack.packb(value)
     return packed
 

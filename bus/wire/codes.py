@@ -1,7 +1,8 @@
 """Every failure code and its meaning: which part tries again, at which level it is logged, and its HTTP status.
 
-Owns that meaning: one row a code, and no other module may keep a set of codes of its own (`tests/unit/test_codes.py`
-looks for them). `docs/protocol.md` (section 14) and `docs/failures.md` have the same rows. Pure.
+This module owns that meaning: one row a code, and no other module may keep a set of codes of its own
+(`tests/unit/test_codes.py` looks for them). `docs/protocol.md` (section 14) and `docs/failures.md` have the same rows.
+A leg is the prefill or the decode half of a request. Pure.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ Leg: TypeAlias = Literal["prefill", "decode"]
 
 
 class Refusal(Exception):
-    """A request, or a leg of it, is turned down: `code` for programs, `sentence` for people."""
+    """A request, or a leg of it, is turned down: `code` for programs, `sentence` for people. The check that refuses
+    raises it; the part that took the message in answers with it."""
 
     def __init__(self, code: Code, sentence: str) -> None:
         super().__init__(sentence)
@@ -116,12 +118,12 @@ LEG_FAILED: dict[str, Code] = {"prefill": "prefill_failed", "decode": "decode_fa
 
 
 def is_retryable(code: Code) -> bool:
-    """Return whether the same request may succeed later: `retryable` of `failed` and of a client's `Result`."""
+    """Return true if the same request may succeed later: `retryable` of `failed` and of a client's `Result`."""
     return MEANINGS[code].client != "none"
 
 
 def client_retries(code: Code) -> bool:
-    """Return whether the client library itself submits the request again."""
+    """Return true if the client library itself submits a request again that failed with `code`."""
     return MEANINGS[code].client == "library"
 
 

@@ -1,8 +1,8 @@
-"""Hashes of prompt blocks, by which clients, controllers and nodes give the same prefix the same name.
+"""Hashes of prompt blocks, by which clients, controllers and nodes give the same prefix of a prompt the same name.
 
-A block's hash covers its own tokens and, through its parent's hash, every token before it: equal hashes mean equal
-prefixes. It is 64-bit BLAKE2b, unsigned. The checksum of KV blocks on the wire is here too. This module owns the
-rules; it must not cache anything.
+A block is a fixed number of tokens. Its hash covers its own tokens and, through its parent's hash, every token before
+it: equal hashes mean equal prefixes. It is 64-bit BLAKE2b, unsigned. The checksum of KV blocks on the wire is here too.
+This module owns the rules; it must not cache anything.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ def tokens_of(frame: bytes) -> array[int]:
 
 
 def root_of(salt: str) -> int:
-    """Return the parent of a first block for prompts with this `cache_salt`; ROOT without one."""
+    """Return the parent of the first block of prompts with this `cache_salt` (equal prefixes with another salt are
+    other prefixes); ROOT for an empty one."""
     if not salt:
         return ROOT
     return int.from_bytes(blake2b(salt.encode(), digest_size=8, key=SALT_KEY).digest(), "little")
 
 
 def hash_block(parent: int, block: bytes) -> int:
-    """Return the hash of one full block (int32 little-endian token ids) that follows the prefix named `parent`."""
+    """Return the hash of one full block (int32 little-endian token ids) that follows the prefix whose last block has
+    the hash `parent` (`root_of`: there is none)."""
     return int.from_bytes(blake2b(parent.to_bytes(8, "little") + block, digest_size=8).digest(), "little")
 
 
 def block_hashes(tokens: Sequence[int], block_tokens: int, root: int = ROOT) -> list[int]:
-    """Return the hash chain of the full blocks of `tokens`; a last partial block has no hash. `root` is the parent of
-    the first (`root_of`)."""
+    """Return the hashes of the full blocks of `tokens`, the first block first; a last partial block has no hash. `root`
+    is the parent of the first (`root_of`). ValueError for a token id that is no int32."""
     return unpack_hashes(packed_hashes(token_bytes(tokens), block_tokens, root)).tolist()
 
 

@@ -1,10 +1,11 @@
-"""KV-cache events as vLLM and SGLang publish them, parsed strictly. This module owns the format and keeps no state.
+"""KV-cache events (a rank's engine cached or dropped blocks of tokens) as vLLM and SGLang publish them, parsed
+strictly. This module owns the format and keeps no state.
 
 Frames are `[topic, seq, payload]`, `seq` 8 bytes big-endian; the payload is MessagePack `[ts, [event ...], dp_rank]`
 (the last may be missing). An event is a map with a `type`, or in older builds an array that begins with it. Block
 hashes are opaque: signed or unsigned 64-bit integers, or bytes. Unknown parts are skipped where the format allows it
-(further elements and keys, unknown event types) and refused otherwise: RemoteProtocolError. Our own nodes append to
-the payload a map with what they left out: counts by the names of LEFT_OUT.
+(further elements and keys, unknown event types) and refused otherwise: RemoteProtocolError. Our own nodes append to the
+payload a map with what they left out: counts by the names of LEFT_OUT.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ _PARTIAL = (
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Consecutive blocks, named by `hashes`, of `block_tokens` tokens each; the first of them follows `parent`.
+    """Consecutive blocks came into the cache. They are named by `hashes` and have `block_tokens` tokens each, all in
+    `tokens`; the first of them follows the block `parent` (None: it begins the prompt).
 
-    `plain` is False where more than the tokens made the hashes (an adapter, a salt): no request of ours can name
-    such blocks. `group` is the engine's number for the layers of these blocks. `serves` is False where they are in
-    another medium than the device's memory, or belong to layers that do not attend to the whole prompt.
+    `plain` is False where more than the tokens made the hashes (an adapter, a salt): no request of ours can name such
+    blocks. `group` is the engine's number for the layers of these blocks. `serves` is False where they are in another
+    medium than the device's memory, or belong to layers that do not attend to the whole prompt.
     """
 
     hashes: tuple[Hash, ...]
@@ -53,7 +55,8 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that were removed. `serves` is False where the device's memory still has them."""
+    """Blocks left the cache. `serves` is False where they left another medium, and the device's memory may still have
+    them."""
 
     hashes: tuple[Hash, ...]
     group: int | None = None
@@ -62,7 +65,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    pass
+    """The whole cache was emptied."""
 
 
 KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -70,6 +73,9 @@ KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class Batch:
+    """The events of one message, in order. `dp_rank` None: not stated. `left_out` has (name, count) of what our own
+    node could not pass on."""
+
     events: tuple[KvEvent, ...]
     dp_rank: int | None
     left_out: tuple[tuple[str, int], ...] = ()
@@ -77,6 +83,7 @@ class Batch:
 
 def split_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
     """Return `(seq, payload)` of a live or replayed message: its last two frames, whatever comes before them.
+    RemoteProtocolError where they have another form.
 
     The end of a replay has `seq` -1 and may have an empty payload.
     """
@@ -89,7 +96,7 @@ def split_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
 
 
 def parse_batch(payload: bytes) -> Batch:
-    """Return the events of one message, in order."""
+    """Return the batch in the payload of one message. RemoteProtocolError where it breaks the format."""
     batch = codec.unpack(payload)
     if type(batch) is not list or len(batch) < 2 or type(batch[1]) is not list:
         raise RemoteProtocolError("schema", "not [ts, events, dp_rank]")

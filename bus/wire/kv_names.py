@@ -25,10 +25,15 @@ MAX_BLOCKS = 262_144
 
 
 class Stored(Struct, frozen=True, gc=False):
+    """Blocks with these hashes of ours came into the rank's cache, each the next one of a prompt after the one
+    before."""
+
     hashes: tuple[int, ...]
 
 
 class Removed(Struct, frozen=True, gc=False):
+    """The blocks with these hashes of ours left the rank's cache."""
+
     hashes: tuple[int, ...]
 
 
@@ -40,9 +45,9 @@ Changes: TypeAlias = tuple[Stored | Removed | Cleared, ...]
 
 
 class Translator:
-    """The translator of one rank. Give `changes` the events in their order. `counts` gets `kv_blocks_unnamed`
-    (blocks that could not be named) and `kv_blocks_elsewhere` (blocks of another group or medium than those that
-    decide a hit)."""
+    """The translator of one rank, which knows our name of each foreign block, for `max_blocks` at most. Give `changes`
+    the events in their order. `counts` gets `kv_blocks_unnamed` (blocks that could not be named) and
+    `kv_blocks_elsewhere` (blocks of another group or medium than those that decide a hit)."""
 
     def __init__(self, counts: Counter[str], max_blocks: int = MAX_BLOCKS) -> None:
         self._counts = counts
@@ -52,11 +57,13 @@ class Translator:
         self._max_blocks = max_blocks
 
     def clear(self) -> None:
+        """Forget all names, because the rank's cache is empty or its content is unknown."""
         self._ours.clear()
         self._further.clear()
 
     def name(self, theirs: Hash | None) -> int | None:
-        """Return our name of a block, or of the beginning (None); None for a block that cannot be named."""
+        """Return our hash of the block with the foreign hash `theirs`, or ROOT for None (the beginning of a prompt).
+        None: that block has no name here."""
         return ROOT if theirs is None else self._ours.get(theirs)
 
     def known(self) -> list[Hash]:
@@ -64,7 +71,8 @@ class Translator:
         return list(self._ours)
 
     def changes(self, events: Sequence[KvEvent]) -> Changes:
-        """Return the events' changes for the prefix index. Consecutive single blocks are joined into one change."""
+        """Take in events and return the changes that follow for an index of cached prefixes, in our hashes. Consecutive
+        single blocks are joined into one change."""
         found: list[tuple[type[Stored | Removed] | None, list[int]]] = []
         for event in events:
             kind, names = found[-1] if found else (None, [])

@@ -3,6 +3,10 @@
 This module owns shapes and bounds; it must not encode, send or decide anything. On the wire each message is a
 MessagePack array whose first element is the tag below (`bus.wire.codec`, `docs/protocol.md`). Fields are only ever
 appended, with a default, so that old and new peers understand each other within one protocol version.
+
+An instance is a deployment of one model with `dp_size` ranks (engine processes, `dp_rank` 0, 1, ...). A request runs as
+one unified leg, or as a pair: a prefill leg and a decode leg, joined by a room. An attempt is one try at a request; an
+epoch is a random number that names one start of a part; a `rid` names a request.
 """
 
 from __future__ import annotations
@@ -170,6 +174,8 @@ class Load(Message, frozen=True, kw_only=True):
 
 
 class LoadReport(_Named, frozen=True, tag="load"):
+    """A rank's load alone, published when no other message of the rank carries it."""
+
     instance: Name
     dp_rank: DpRank
     epoch: Epoch
@@ -227,6 +233,8 @@ class Member(_NamedAt, frozen=True, tag="member"):
 
 
 class SentTo(_Named, frozen=True):
+    """The dispatches, and the tokens charged for them, that a controller sent to one start of a rank."""
+
     instance: Name
     dp_rank: DpRank
     epoch: Epoch
@@ -235,7 +243,8 @@ class SentTo(_Named, frozen=True):
 
 
 class Sent(_OfController, frozen=True, tag="sent"):
-    """A controller's cumulative counters of what it sent: state, not events."""
+    """A controller's cumulative counters of what it sent to each rank, published for the other controllers: state, not
+    events."""
 
     controller: Name
     epoch: Epoch
@@ -245,7 +254,8 @@ class Sent(_OfController, frozen=True, tag="sent"):
 
 
 class Beacon(Message, frozen=True, tag="beacon"):
-    """The broker lives. A new epoch asks every publisher to state its membership and rooms again."""
+    """The broker lives; it is published each `interval_s`. A new epoch asks every publisher to state its membership and
+    rooms again."""
 
     epoch: Epoch
     seq: Count
@@ -311,15 +321,21 @@ class Answer(Message, frozen=True, tag="answer"):
 
 
 class Unwatch(Message, frozen=True, tag="unwatch"):
+    """A request to the broker: end the watches of this connection for these rooms. There is no answer."""
+
     rooms: Annotated[tuple[Room, ...], Meta(min_length=1, max_length=MAX_ROOMS_PER_MESSAGE)]
 
 
 class TopologyQuery(Message, frozen=True, tag="topology"):
+    """A question for an instance and its ranks, or for all instances; Topology answers it."""
+
     id: Count
     instance: InstanceOrEmpty = ""  # empty: all
 
 
 class MemberInfo(_At, frozen=True):
+    """One rank of an instance, as the broker knows it."""
+
     dp_rank: DpRank
     epoch: Epoch
     state: NodeState
@@ -328,6 +344,8 @@ class MemberInfo(_At, frozen=True):
 
 
 class InstanceInfo(_Named, frozen=True):
+    """One instance, as the broker knows it from what its ranks state."""
+
     instance: Name
     role: Role
     model: Model
@@ -338,16 +356,22 @@ class InstanceInfo(_Named, frozen=True):
 
 
 class Topology(Message, frozen=True, tag="instances"):
+    """The answer to a TopologyQuery. An instance that the broker does not know is missing."""
+
     id: Count
     broker_epoch: Epoch
     instances: Annotated[tuple[InstanceInfo, ...], Meta(max_length=1024)]
 
 
 class BrokerStatusQuery(Message, frozen=True, tag="broker_status"):
+    """An operator's question for the broker's counts."""
+
     id: Count
 
 
 class BrokerStatus(Message, frozen=True, tag="broker_counts"):
+    """The answer to a BrokerStatusQuery: counts by name since the broker's start, and gauges."""
+
     id: Count
     epoch: Epoch
     uptime_s: Seconds
@@ -366,7 +390,8 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
-    """A node introduces itself: first message on a connection, repeated on `who` and on each change of state."""
+    """A rank introduces itself to a controller: first message on a connection, repeated on `who` and on each change of
+    state."""
 
     instance: Name
     dp_rank: DpRank
@@ -396,6 +421,8 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):
+    """Controller to rank: your hello is accepted. A side that is silent for `lease_s` counts as lost."""
+
     controller: Name
     epoch: Epoch
     follow_bootstrap_room: bool
@@ -408,11 +435,15 @@ class Who(Message, frozen=True, tag="who"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
+    """Controller to rank: answer with a pong that has the same `n`."""
+
     n: Count
     restate: bool = False  # KV events of this rank were missed: it shall name again what it has cached
 
 
 class Pong(Message, frozen=True, tag="pong"):
+    """The answer to a ping. `step` counts forward steps; if it stands still while `busy`, the engine hangs."""
+
     n: Count
     step: Count
     busy: bool
@@ -453,6 +484,8 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
 
 
 class CancelLeg(Message, frozen=True, tag="cancel_leg"):
+    """Controller to rank: end the leg of this request, with `code`."""
+
     rid: Rid
     attempt: Attempt  # this and all older attempts
     code: Code = "cancelled"
@@ -462,6 +495,8 @@ class CancelLeg(Message, frozen=True, tag="cancel_leg"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
+    """Controller to rank: take no new legs, finish those that run, and leave."""
+
     dp_rank: DpRank
 
 
@@ -490,13 +525,15 @@ class Progress(_Named, frozen=True, tag="progress"):
 
 
 class Bye(_Named, frozen=True, tag="bye"):
+    """Rank to controller: it leaves; legs that are not known to have ended are over."""
+
     instance: Name
     dp_rank: DpRank
     epoch: Epoch
 
 
 class HistoryQuery(Message, frozen=True, tag="recall"):
-    """A question for the rank's record of `rid`."""
+    """A controller's question for the rank's record of the request `rid`; HistoryReply answers it."""
 
     id: Count
     rid: Rid
@@ -514,6 +551,8 @@ class TraceEvent(Message, frozen=True):
 
 
 class HistoryReply(Message, frozen=True, tag="recalled"):
+    """The answer to a HistoryQuery: the events of the request's legs at this rank."""
+
     id: Count
     events: Annotated[
         tuple[TraceEvent, ...], Meta(max_length=MAX_TRACE_EVENTS)
@@ -605,8 +644,8 @@ class Params(Message, frozen=True, tag="params"):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The names of the parameters set here that not every rank knows. Ranks know a reasoning parser by its
-        name."""
+        """The names of the parameters set here that not every rank knows, as `Submit.needs` must list them. Ranks know
+        a reasoning parser by its name."""
         names = tuple(name for name, default in OPTIONAL_PARAMS if getattr(self, name) != default)
         return (*names, parser_word(self.reasoning_parser)) if self.reasoning_parser else names
 
@@ -624,7 +663,8 @@ OPTIONAL_PARAMS: tuple[tuple[str, object], ...] = tuple(
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """The request was dispatched; attach to `decode.endpoint` for its tokens. It is sent again for a new attempt."""
+    """The request was dispatched to these ranks (None: it has no such leg). The client attaches to `decode.endpoint`
+    for its tokens. It is sent again for a new attempt."""
 
     rid: Rid
     attempt: Attempt
@@ -634,6 +674,9 @@ class Accepted(Message, frozen=True, tag="accepted"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
+    """The request has ended without its answer, or was not taken. `retryable`: the same request may succeed later,
+    after `retry_after_s`."""
+
     rid: Annotated[str, Meta(max_length=128)]
     attempt: Count
     code: Code
@@ -651,15 +694,22 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
+    """Client to controller: end my request. It ends with `failed` and the code `cancelled`."""
+
     rid: Rid
     room: Room | None = None  # of its submit: a request with another room is another request. None: unknown
 
 
 class StatusQuery(Message, frozen=True, tag="status"):
+    """A question for a controller's status; one or several Status messages answer it."""
+
     id: Count
 
 
 class RankStatus(_NamedAt, frozen=True):
+    """One rank in a controller's status. An estimate is the load that the controller believes: the last report and what
+    it does not cover yet."""
+
     instance: Name
     dp_rank: DpRank
     role: Role
@@ -705,6 +755,8 @@ class WantedRole(Message, frozen=True):
 
 
 class Status(_OfController, frozen=True, tag="status_is"):
+    """The answer to a StatusQuery, or a part of it (`remaining`): the controller, its counts by name, and its ranks."""
+
     id: Count
     controller: Name
     epoch: Epoch
@@ -797,7 +849,7 @@ class MoreTokens(Message, frozen=True):
     ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS_PER_MESSAGE)]
 
     def alone(self) -> Tokens:
-        """Return these tokens as a message of their own."""
+        """Return these tokens as a Tokens message of their own."""
         return Tokens(self.rid, self.attempt, self.start, self.ids)
 
 
@@ -831,7 +883,8 @@ class Detach(Message, frozen=True, tag="detach"):
 
 
 class KvPull(Message, frozen=True, tag="kv_pull"):
-    """Send meta (when `first` is 0) and blocks `first` .. `first`+`count`-1 of `room` as they become ready."""
+    """Decode rank to prefill rank: send meta (when `first` is 0) and blocks `first` .. `first`+`count`-1 of `room` as
+    they become ready."""
 
     room: Room
     attempt: Attempt
@@ -843,8 +896,8 @@ class KvPull(Message, frozen=True, tag="kv_pull"):
 
 
 class KvMeta(Message, frozen=True, tag="kv_meta"):
-    """The description of a KV cache; one frame follows, the engine's own handle, where KV caches do not travel as
-    blocks."""
+    """Prefill rank to decode rank: the description of a KV cache; one frame follows, the engine's own handle, where KV
+    caches do not travel as blocks."""
 
     room: Room
     attempt: Attempt
@@ -864,8 +917,8 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):
-    """One KV block; one raw frame follows. `crc32` covers `room`, `attempt`, `index` and the bytes (see
-    docs/protocol.md)."""
+    """Prefill rank to decode rank: one KV block; one raw frame follows. `crc32` covers `room`, `attempt`, `index` and
+    the bytes (see docs/protocol.md)."""
 
     room: Room
     attempt: Attempt
@@ -876,6 +929,8 @@ class KvBlock(Message, frozen=True, tag="kv_block"):
 
 
 class KvDone(Message, frozen=True, tag="kv_done"):
+    """Decode rank to prefill rank: the KV cache of `room` is fetched (`ok`), or not wanted any more; free it."""
+
     room: Room
     attempt: Attempt
     code: Code = "ok"
@@ -883,6 +938,8 @@ class KvDone(Message, frozen=True, tag="kv_done"):
 
 
 class KvFail(Message, frozen=True, tag="kv_fail"):
+    """Prefill rank to decode rank: the KV cache of `room` will not come; `code` and `message` say why."""
+
     room: Room
     attempt: Attempt
     code: Code

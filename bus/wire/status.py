@@ -1,4 +1,5 @@
-"""A controller's status: split into several messages, and joined again. Pure; it must not send."""
+"""A controller's status: split into several messages, joined again, and reduced for other uses. Pure; it must not
+send."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ RANKS_PER_MESSAGE = 512  # with the longest names that is half a frame
 
 
 def split(status: Status) -> list[Status]:
-    """Return the messages to send, in this order; each states how many ranks are still to come."""
+    """Return the messages to send for `status`, in this order, with RANKS_PER_MESSAGE ranks each; each states how many
+    ranks are still to come."""
     ranks = status.ranks
     starts = range(0, max(1, len(ranks)), RANKS_PER_MESSAGE)
     parts = [ranks[at : at + RANKS_PER_MESSAGE] for at in starts]
@@ -23,7 +25,8 @@ def split(status: Status) -> list[Status]:
 
 
 def without_loads(status: Status) -> Status:
-    """Return what a client needs to know of a status: which ranks there are, their roles and their states."""
+    """Return `status` without loads, counts and addresses, for a client: which ranks there are, their roles and their
+    states."""
     ranks = tuple(
         RankStatus(
             rank.instance, rank.dp_rank, rank.role, rank.model, rank.state, rank.epoch, "", rank.max_context, -1.0,
@@ -51,8 +54,8 @@ def targets(status: Status) -> list[dict[str, Any]]:
 
 
 def join(before: Status | None, part: Status) -> Status:
-    """Return the parts so far joined with `part`; the status is complete when `remaining` is 0. A `part` that does
-    not continue it starts it again."""
+    """Return the parts received so far (`before`; None: none) joined with the next `part`; the status is complete when
+    `remaining` is 0. A `part` that does not continue `before` starts again with itself."""
     if before is None or before.remaining != len(part.ranks) + part.remaining:
         return part
     return replace(part, ranks=before.ranks + part.ranks)

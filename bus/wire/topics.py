@@ -38,6 +38,7 @@ _PREFIX: dict[type[Message], bytes] = {LoadReport: LOAD, Rooms: ROOMS, Member: M
 
 @lru_cache(4 * MAX_DP_SIZE)
 def for_rank(prefix: bytes, instance: str, dp_rank: int) -> bytes:
+    """Return the topic of a rank: `prefix` (one of the kinds below, such as LOAD), then `instance/dp_rank/`."""
     return b"%s%s/%d/" % (prefix, instance.encode(), dp_rank)
 
 
@@ -53,7 +54,8 @@ def of(message: Message) -> bytes:
 
 
 def read(frames: Sequence[bytes]) -> Message:
-    """Return the message of a publication. RemoteProtocolError as in `decode`, or with `frames` or `topic`."""
+    """Return the message in the two frames of a publication. RemoteProtocolError if they are not valid, or the message
+    does not belong under its topic."""
     if len(frames) != 2:
         raise RemoteProtocolError("frames", f"{len(frames)} frames")
     message = decode(frames[1], PUBLICATIONS)

@@ -1,8 +1,7 @@
-"""A rank's link to controllers, clients, the bus and other ranks. It can be imported without torch and our
-scheduler.
+"""A rank's link to controllers, clients, the bus and other ranks. It can be imported without torch and our scheduler.
 
-An engine with a scheduler of its own embeds `RankLink`. `Runner` is the interface under it, for engines that run on
-the link's own loop (`Host`); ours is `nodes.own.runner`.
+An engine with a scheduler of its own embeds `RankLink`. `Runner` is the interface under it, for engines that run on the
+link's own loop (`Host`); ours is `nodes.own.runner`.
 """
 
 from nodes.link.actions import Cancel, Release, Start

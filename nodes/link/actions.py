@@ -1,5 +1,7 @@
-"""The actions that a rank's core asks of its shell, besides sending and logging. This module owns the vocabulary
-only.
+"""The actions that a rank's core returns and its shell carries out, besides sending and logging. This module owns the
+vocabulary only.
+
+A leg is what a rank runs of a request: its prefill, its decode, or both. A room joins the two legs of a pair.
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ from nodes.link.record import LegRecord
 
 
 class Register(Struct, frozen=True, gc=False):
-    """Publish that this rank prefills `room`."""
+    """Publish that this rank prefills `room`, as this attempt of its request."""
 
     room: int
     attempt: int
 
 
 class Unregister(Struct, frozen=True, gc=False):
+    """Publish that the room is over here: `ok`, or the code that says why no KV cache will come."""
+
     room: int
     attempt: int
     code: Code
 
 
 class Locate(Struct, frozen=True, gc=False):
-    """Find the rank that prefills `room` as `attempt` or newer, and call `located`."""
+    """Find the rank that prefills `room` before `deadline` (the loop's clock), and give the result to the core's
+    `located`. `prefill_instance` and `dp_rank` are what the dispatch says of that rank (empty, None: nothing)."""
 
     room: int
     prefill_instance: str
@@ -42,12 +47,14 @@ class Locate(Struct, frozen=True, gc=False):
 
 
 class Unlocate(Struct, frozen=True, gc=False):
+    """Stop the search of a Locate; no result is given."""
+
     room: int
     client: str
 
 
 class PublishFrames(Struct, frozen=True, gc=False):
-    """Publish the runner's frames unchanged."""
+    """Publish these messages, as frames of the runner's own making, unchanged."""
 
     messages: Sequence[tuple[bytes, ...]]
 
@@ -56,25 +63,25 @@ class PublishFrames(Struct, frozen=True, gc=False):
 
 
 class Start(Struct, frozen=True, gc=False):
-    """Run the leg."""
+    """Give the leg to the runner, which begins it."""
 
     leg: Leg
 
 
 class Cancel(Struct, frozen=True, gc=False):
-    """Stop the leg: it is over before the runner ended it."""
+    """Make the runner drop the leg: it is over before the runner ended it."""
 
     leg: Leg
 
 
 class Release(Struct, frozen=True, gc=False):
-    """Free the KV cache that the leg holds: it is not needed any more."""
+    """Make the runner free the KV cache that it holds for the leg: it is not needed any more."""
 
     leg: Leg
 
 
 class SendBlock(Struct, frozen=True, gc=False):
-    """Send block `index` of a held leg, which has `tokens` tokens in it, to `peer`."""
+    """Send KV block `index` of a held leg, which has `tokens` tokens in it, to the decode rank `peer`."""
 
     peer: bytes
     leg: Leg
@@ -83,7 +90,7 @@ class SendBlock(Struct, frozen=True, gc=False):
 
 
 class TakeBlock(Struct, frozen=True, gc=False):
-    """A block came for a leg that the runner has."""
+    """Give the runner a KV block that came for its leg. `intact` is false where the checksum is wrong."""
 
     leg: Leg
     index: int
@@ -92,13 +99,13 @@ class TakeBlock(Struct, frozen=True, gc=False):
 
 
 class Leave(Struct, frozen=True, gc=False):
-    """The runner is dead: the rank ends, for `reason`."""
+    """Make the rank leave, because its runner is dead for `reason`."""
 
     reason: str
 
 
 class Over(Struct, frozen=True, gc=False):
-    """A traced leg is over: `record` becomes a span."""
+    """Export `record` as a span: a traced leg is over."""
 
     record: LegRecord
 

@@ -1,6 +1,5 @@
 """The settings that all ranks of a process share: their identity, and the addresses of the other parts. Only this
-module checks them.
-"""
+module checks them."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class LinkConfig:
 
     @property
     def metrics(self) -> str:
-        """The address of the process's metrics; empty: it has none."""
+        """The `host:port` of the process's metrics, as others reach it; empty: it has none."""
         return ""
 
     def _check_data(self) -> None:

@@ -1,8 +1,10 @@
-"""One rank's connection to one controller: hello, liveness, and all messages in both directions. It owns its DEALER.
+"""One rank's connection to one controller: hello (the rank introduces itself), liveness, and all messages in both
+directions. It owns its DEALER.
 
-A controller may start late, vanish and return. The rank sends hello until it is welcomed. It sends it again over
-each new connection, because the controller cannot know which rank is behind it, and after half a lease of silence.
-Requests of a vanished controller go on. Their results are kept until the queue takes them.
+A controller may start late, vanish and return. The rank sends hello until it is welcomed. It sends it again over each
+new connection, because the controller cannot know which rank is behind it, and after half a lease (the silence after
+which one side takes the other for lost). Requests of a vanished controller go on. Their results are kept until the
+queue takes them.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ log = get_logger("node")
 
 
 class RankEndpoint(Protocol):
-    """The interface of a rank that its connection needs."""
+    """The interface of a rank that its connection calls, on the loop's thread. `hello` makes the introduction.
+    `welcomed` (`again`: not for the first time), `dispatched`, `cancelled` and `drain` take in the controller's
+    messages; `restate_cache` publishes the whole cache again. `recall` returns a request's events. `superseded`: the
+    controller refuses this start of the rank because of a later one."""
 
     instance: str
     dp_rank: int
@@ -69,8 +74,10 @@ class RankEndpoint(Protocol):
 
 
 class Connection:
-    """The connection. `key` names it to the rank's core as the owner of legs. `fenced` is the reason why the
-    controller refuses this start of the rank. `unsent` counts messages that the queue did not take."""
+    """The connection; all methods are for the loop's thread, and none blocks. `key` names it to the rank's core as the
+    owner of legs. `welcome` is None until the controller has answered. `fenced` is the reason why the controller
+    refuses this start of the rank. `unsent` counts messages that the queue did not take. `rejected(socket, error,
+    peer)` is called for each invalid message."""
 
     def __init__(
         self, sockets: Sockets, rank: RankEndpoint, key: int, endpoint: str, clock: Callable[[], float],
@@ -108,6 +115,7 @@ class Connection:
         return bool(self._started or self._ended or self._bye_owed)
 
     def tick(self) -> None:
+        """Send what is due: progress that is owed, and hello. The rank calls it many times a second."""
         self._send_owed()
         if self._connected() and self.welcome is not None:
             self.send_hello()
@@ -115,11 +123,13 @@ class Connection:
             self.send_hello()
 
     def send_hello(self) -> None:
+        """Send hello now; if the queue is full, `tick` sends it later."""
         self._hello_at = self._clock()
         self._hello_owed = not self.send(self.rank.hello())
 
     def send_bye(self) -> None:
-        """Send the goodbye behind all progress, because it ends every leg that is not known to have ended."""
+        """Send the goodbye after all progress that is owed, because it ends every leg that is not known to have
+        ended."""
         self._bye_owed = True
         self._send_owed()
 
@@ -143,7 +153,8 @@ class Connection:
             self._bye_owed = not self.send(Bye(rank.instance, rank.dp_rank, rank.epoch))
 
     def send(self, message: Message) -> bool:
-        """Send a message; return false when the queue is full: the caller may send it again later."""
+        """Send a message; return false when the queue is full: the caller may send it again later. A message that is
+        too large is dropped and counted as `unsent`."""
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except (zmq.Again, LocalProtocolError) as error:
@@ -154,6 +165,7 @@ class Connection:
         return True
 
     def receive(self, frames: list[bytes]) -> None:
+        """Take in one message of the controller: answer it, or call the rank. An invalid one is rejected."""
         try:
             message = decode(frames[0], CONTROLLER_TO_NODE)
             if len(frames) > 1 and not isinstance(message, Dispatch):
@@ -190,4 +202,5 @@ class Connection:
                 rank.superseded(message.message)
 
     def close(self, *, linger_ms: int) -> None:
+        """Close the socket; it goes on sending what is queued for `linger_ms`."""
         self._sockets.close_socket(self.socket, linger_ms=linger_ms)

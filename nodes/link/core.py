@@ -1,10 +1,10 @@
-"""All legs of one rank: which dispatches it takes and refuses, and how each leg ends. Pure; the shell does the
-actions.
+"""All legs of one rank (a leg is what it runs of a request: prefill, decode or both): which dispatches it takes and
+refuses, and how each leg ends. Pure; the shell does the actions.
 
 Every leg ends exactly once and is reported once to the controller that owns it (`reports`). Every dispatch is
-acknowledged, in order, whether it was taken or not; the controller's load invariant relies on that. A decode leg
-goes to its runner only when its KV cache is ready to be fetched: before, it holds no memory, so prefill and decode
-ranks cannot wait for each other's memory in a circle, and a handle that expires never waits in a queue here.
+acknowledged, in order, whether it was taken or not; the controller's load invariant relies on that. A decode leg goes
+to its runner only when its KV cache is ready to be fetched: before, it holds no memory, so prefill and decode ranks
+cannot wait for each other's memory in a circle, and a handle that expires never waits in a queue here.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ MAX_CLIENTS = 256  # that a hello names
 
 
 class RankCore:
-    """The core of one rank. `owner` is any number that names the connection of a dispatch; `runner_load` returns the
-    runner's load as it is now."""
+    """The core of one rank. Each method returns the actions to carry out, in order; `now` is seconds on the process's
+    monotonic clock. `owner` is any number that names the connection over which a dispatch came; `runner_load` returns
+    the runner's load as it is now. `len` gives the number of live legs."""
 
     def __init__(
         self, role: Role, dp_rank: int, facts: RankFacts, streams: Streams, runner_load: Callable[[], Load],
@@ -95,7 +96,8 @@ class RankCore:
     # --- from the controller ------------------------------------------------------------------------------------
 
     def ingest(self, owner: int, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> list[Action]:
-        """Take in one dispatch, or refuse it; it is acknowledged in both cases."""
+        """Take in one dispatch of a controller with its payload `frames`: begin its leg, or report the leg as ended
+        with the code of the refusal. It is acknowledged in both cases."""
         actions: list[Action] = []
         counted = self.reports.acknowledge(dispatch)
         if counted != "counted":
@@ -131,8 +133,8 @@ class RankCore:
         return actions + self._begin(leg, dispatch, now)
 
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
-        """End `attempt` and older ones. An attempt that is not here is remembered as cancelled, in case it comes
-        late."""
+        """End the leg of this attempt or an older one. An attempt that is not here is remembered as cancelled, in case
+        its dispatch comes late."""
         leg = self.legs.get(cancel.rid)
         if leg is not None and leg.client and cancel.client not in ("", leg.client):
             return []
@@ -151,8 +153,8 @@ class RankCore:
         return []
 
     def unread(self, leg: Leg, now: float) -> list[Action]:
-        """End a leg without a reader (`Streams.unread`), which would hold memory for no use. Its client may have been
-        away, and then tries again: hence `fenced`."""
+        """End a leg without a reader, as `Streams.unread` found, which would hold memory for no use. Its client may
+        have been away, and then tries again: hence `fenced`."""
         return self._end(leg, "fenced", "its output was not read", now)
 
     def reconfigure(self, limits: Limits) -> None:
@@ -162,16 +164,16 @@ class RankCore:
         self.history.limit(limits.trace_bytes)
 
     def drain(self) -> None:
-        """Refuse every new dispatch from now on."""
+        """Refuse every new dispatch from now on. The legs that are here go on."""
         self.draining = True
 
     def end_all(self, code: Code, message: str, now: float) -> list[Action]:
-        """End all legs that live here."""
+        """End all legs that live here, with `code` and a sentence."""
         return [action for leg in self.legs for action in self._end(leg, code, message, now)]
 
     def restate(self, owner: int) -> None:
-        """Send again to `owner` which legs began and how the remembered ones ended: its controller may have missed
-        reports."""
+        """Send again to `owner`, with the next report, which legs began and how the remembered ones ended: its
+        controller may have missed reports."""
         self.reports.restate(owner, self.legs)
 
     # --- KV caches: decode pulls, prefill sends -----------------------------------------------------------------
@@ -180,12 +182,16 @@ class RankCore:
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float,
         client: str = "",
     ) -> list[Action]:  # fmt: skip
+        """Take in the result of a Locate: where `room` is prefilled, or None and the code that says why it is not
+        known."""
         return self.puller.located(room, location, attempt, code, found_by, now, client)
 
     def kv_message(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
+        """Take in what a prefill rank sent for a decode leg; `data` is the frame after the message (empty: none)."""
         return self.puller.received(message, data, now)
 
     def pulled(self, peer: bytes, message: KvPull | KvDone, now: float) -> list[Action]:
+        """Take in what the decode rank behind `peer` asks of a prefill leg: its KV cache, or the end of the leg."""
         if isinstance(message, KvPull):
             return list(self.sender.pull(peer, message, now))
         leg = self.sender.done(peer, message)
@@ -199,7 +205,7 @@ class RankCore:
     # --- what the runner says -----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Handle an event of the runner and return actions. An event of a leg that is over has no effect."""
+        """Handle an event of the runner. An event of a leg that is over has no effect."""
         if type(event) is Output:  # one for each token, hence the short way
             leg = event.leg
             if leg.state is not LegState.ENDED:
@@ -243,7 +249,8 @@ class RankCore:
         return []
 
     def tick(self, now: float) -> list[Action]:
-        """Handle deadlines, signs of life, silence and unused places. Call it a few times a second."""
+        """Handle deadlines, signs of life of ranks at the other end, and legs whose output is not read. Call it a few
+        times a second."""
         actions = self._make_room(now)
         for leg in self.legs:
             if leg.deadline is not None and now >= leg.deadline:
@@ -284,7 +291,7 @@ class RankCore:
         return tuple([(leg.rid, leg.attempt) for leg in legs]), tuple(clients[:MAX_CLIENTS])
 
     def figures(self) -> Load:
-        """Return the runner's load plus the legs that wait here."""
+        """Return the runner's load plus the legs that wait here for their KV cache."""
         load, puller = self._runner_load(), self.puller
         if not puller.waiting:
             return load
@@ -292,7 +299,8 @@ class RankCore:
         return replace(load, waiting=waiting, waiting_tokens=tokens)
 
     def load(self) -> Load:
-        """Return the load. Read it after the inbox was ingested: then load and acknowledgements are of one moment."""
+        """Return the load to publish, with acknowledgements and a new `seq`. Call it after the inbox was ingested: then
+        load and acknowledgements are of one moment."""
         self._load_seq += 1
         facts = self.facts
         return replace(
@@ -301,7 +309,8 @@ class RankCore:
         )  # fmt: skip
 
     def recall(self, rid: str, wall_s: float) -> tuple[TraceEvent, ...]:
-        """Return the events of a request's legs here. `wall_s` turns this process's clock into seconds since 1970."""
+        """Return the events of the legs of the request `rid` here, past ones too; empty: none is known. `wall_s` is
+        added to this process's clock to get seconds since 1970."""
         leg = self.legs.get(rid)
         records = [*self.history.of(rid), *([record_of(leg)] if leg is not None else [])]
         return tuple([event for record in records for event in trace_events_of(record, wall_s)][-MAX_TRACE_EVENTS:])

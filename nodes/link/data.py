@@ -46,7 +46,7 @@ class _Peer:
 
 class KvPeers:
     """The data connections of a process. `router` is its data ROUTER, over which pulls come in and blocks go out. No
-    method blocks, or raises because of a peer."""
+    method blocks, or raises because of a peer; all are for the loop's thread."""
 
     def __init__(self, sockets: Sockets, loop: Loop, router: Socket, *, linger_ms: int = 500) -> None:
         self.sent_bytes = 0
@@ -61,7 +61,9 @@ class KvPeers:
         self._peers: dict[str, _Peer] = {}
 
     def request(self, endpoint: str, message: KvPull | KvDone, deliver: Deliver) -> None:
-        """Send a message to the node at `endpoint`. Answers for its room go to `deliver` too, until a KvDone."""
+        """Send a message to the node at `endpoint`, connecting if needed. Answers for its room go to `deliver` from now
+        on, until a KvDone. Where connecting fails, `deliver` gets a KvFail; where the queue is full, the message is
+        lost."""
         peer = self._peer(endpoint)
         if peer is None:
             if isinstance(message, KvPull):
@@ -81,7 +83,8 @@ class KvPeers:
             self.rejected["unsent"] += isinstance(message, KvDone)  # a pull is repeated
 
     def serve(self, block: SendBlock, data: memoryview) -> None:
-        """Send one block to a peer that pulled it. If it does not arrive, the peer asks again."""
+        """Send one block, with its bytes `data` (not copied), to a peer that pulled it. If it does not arrive, the peer
+        asks again."""
         leg = block.leg
         crc32 = block_crc32(leg.room, leg.attempt, block.index, data)
         header = encode(KvBlock(leg.room, leg.attempt, block.index, block.tokens, crc32, leg.client))
@@ -92,12 +95,13 @@ class KvPeers:
             self.unsent_blocks += 1
 
     def tick(self, now: float) -> None:
-        """Close the connections that are not used for pulls, and were not lately."""
+        """Close the connections without a pull that were not used for IDLE_S. Call it now and then."""
         for endpoint, peer in list(self._peers.items()):
             if not peer.pulls and now - peer.used_at >= IDLE_S:
                 self._close_peer(endpoint)
 
     def close(self) -> None:
+        """Close all connections; what is queued may still leave, for `linger_ms`."""
         for endpoint in list(self._peers):
             self._close_peer(endpoint)
 
@@ -150,8 +154,8 @@ class KvPeers:
 
 
 def send_answer(router: Socket, answer: Send) -> bool:
-    """Send one small message over a ROUTER without blocking; return false when the peer is gone or its queue is
-    full."""
+    """Send one small message to a peer of a ROUTER without blocking; return false when the peer is gone or its queue is
+    full: it is lost."""
     try:
         send(router, (answer.peer, encode(answer.message), *answer.frames))
     except zmq.ZMQError:

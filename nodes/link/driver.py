@@ -1,5 +1,5 @@
-"""A rank's core and its runner, connected: the runner does the core's actions, and the core handles the runner's
-events.
+"""A rank's core and its runner (the engine behind the rank), connected: the runner does the core's actions, and the
+core handles the runner's events.
 
 Pure as far as the runner is: the live ranks, the tests in memory and the fuzz tests all use it.
 """
@@ -32,8 +32,8 @@ class RankDriver:
         runner.attach(self._receive)
 
     def apply(self, actions: Iterable[Action]) -> None:
-        """Do `actions`, and what follows from them. Events that the runner emits meanwhile wait until the current
-        action is done."""
+        """Do `actions`, and what follows from them, before this returns. Events that the runner emits meanwhile wait
+        until the current action is done."""
         self._todo.extend(actions)
         if self._doing or not self._todo:
             return

@@ -64,7 +64,7 @@ from nodes.link.threaded_runner import (
 
 
 class Draining(Struct, frozen=True, gc=False):
-    """Rank `dp_rank` gets no more legs; the link is `drained` when its legs are over."""
+    """An order: rank `dp_rank` gets no more legs; the link is `drained` when its legs are over."""
 
     dp_rank: int
 
@@ -73,10 +73,14 @@ Order: TypeAlias = Start | Cancel | Release | Draining
 
 
 class RankLink(Service):
-    """The ranks of one engine. `data` is the address for peers and clients of this process: `ipc:///directory`,
-    `tcp://host` (on any free port) or `tcp://host:port`. ConfigError for an invalid argument, StartError on entry
-    where an endpoint is taken. `overflows` counts what the hand-over could not take, `invalid` the invalid calls; a
-    leg that lost something by either fails, and is cancelled at the scheduler."""
+    """The ranks of one engine, linked on a thread of their own: `with RankLink(...) as link:`. `facts` describes the
+    engine, `dp_ranks` are the ranks of this process among the `dp_size` of the instance, `data` is the address for
+    peers and clients of this process: `ipc:///directory`, `tcp://host` (on any free port) or `tcp://host:port`.
+
+    ConfigError for an invalid argument, StartError on entry where an endpoint is taken. `overflows` counts what the
+    hand-over could not take (`queue_max` events wait at most), `invalid` the invalid calls; a leg that lost something
+    by either fails, and is cancelled at the scheduler.
+    """
 
     part = "rank_link"
 
@@ -161,8 +165,8 @@ class RankLink(Service):
     _ended = _failed
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait for the bus and the controllers; return false after `timeout_s`. For start-up, not for a scheduler's
-        loop."""
+        """Wait until the bus and every controller have answered, or `timeout_s` has passed: then return false. For
+        start-up, not for a scheduler's loop."""
         self.raise_if_inherited()
         joined = self._joined.wait(timeout_s)
         self.raise_if_failed()
@@ -170,8 +174,8 @@ class RankLink(Service):
 
     @property
     def left(self) -> BusError | None:
-        """The reason why the link drains by itself, if it does: its ranks were started again elsewhere, or `die` was
-        called."""
+        """The reason why the link drains by itself: its ranks were started again elsewhere, or `die` was called. None:
+        it does not."""
         return self._host.failure if self._host is not None else None
 
     @property
@@ -184,8 +188,9 @@ class RankLink(Service):
     # once the link's thread has failed, and nothing else ----------------------------------------------------------
 
     def poll(self, timeout_s: float = 0.0) -> list[Order]:
-        """Return the orders since the last call, waiting for one up to `timeout_s`. A leg's `dp_rank` is its rank. A
-        Cancel may name a leg that the scheduler has just finished. A stopped link gives no orders: it is `drained`."""
+        """Return the orders since the last call; while there is none, wait for one up to `timeout_s` seconds. A leg's
+        `dp_rank` is its rank. A Cancel may name a leg that the scheduler has just finished. A stopped link gives no
+        orders: it is `drained`."""
         self.raise_if_inherited()
         with self._came:
             if not self._inbox and timeout_s > 0 and not self._drained.is_set():
@@ -202,40 +207,44 @@ class RankLink(Service):
         return orders
 
     def began(self, leg: Leg, cached_tokens: int = 0) -> None:
-        """Report that a leg's computation has begun. Optional: its first output implies it."""
+        """Report that a leg's computation has begun; `cached_tokens` of its prompt came from the prefix cache.
+        Optional: its first output implies it."""
         self._enqueue(leg, lambda: Began(leg, index(cached_tokens)))
 
     def output(
         self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]] = ()
     ) -> None:
-        """Send a leg's next output tokens. If `leg.params.logprobs` is not negative, `logprobs` has, for each token,
-        its log probability and those of that many most likely tokens, the likeliest first."""
+        """Send a leg's next output tokens to its client. If `leg.params.logprobs` is not negative, `logprobs` has, for
+        each token, its log probability (natural) and those of that many most likely tokens, the likeliest first."""
         self._enqueue(leg, lambda: Output(leg, tuple(map(index, tokens)), [token_logprobs(*each) for each in logprobs]))
 
     def finish(self, leg: Leg, reason: Literal["stop", "length"] = "length") -> None:
-        """Finish a decode or unified leg that ended well."""
+        """End a decode or unified leg that ended well: at a `stop` token, or at its full `length`."""
         self._enqueue(leg, lambda: Finished(leg, reason))
 
     def fail(self, leg: Leg, code: Code, message: str = "") -> None:
-        """Fail a leg with a code, such as `engine_failed`, after which another rank may do better."""
+        """End a leg with a code, such as `engine_failed`, after which another rank may do better. `message` is a
+        sentence for people."""
         self._enqueue(leg, lambda: LegFailed(leg, code, str(message)))
 
     def held(self, leg: Leg, first_token: int, handle: bytes, valid_s: float = FOR_EVER) -> None:
-        """Report that a prefill leg's prompt is computed and its KV cache kept. `Release` comes when it is not
-        needed any more."""
+        """Report that a prefill leg's prompt is computed and its KV cache kept. `handle` goes to the decode rank
+        unread, with `first_token`; after `valid_s` seconds the cache may be gone. A Release comes when it is not needed
+        any more."""
         self._enqueue(leg, lambda: Held(leg, index(first_token), bytes(handle), float(valid_s)))
 
     def fetched(self, leg: Leg, seconds: float = 0.0) -> None:
-        """Report that a decode leg's KV cache has been fetched."""
+        """Report that a decode leg's KV cache has been fetched, in so many `seconds`."""
         self._enqueue(leg, lambda: Fetched(leg, float(seconds)))
 
     def report(
         self, dp_rank: int | None = None, *, running: int, waiting: int, waiting_tokens: int,
         kv_tokens: int | None = None, step: int = 0, busy: bool = False,
     ) -> None:  # fmt: skip
-        """Report the scheduler's own figures of one rank (default: the first of `dp_ranks`), for all legs that
-        `poll` has returned and that are not over. `step`: forward steps done; while `busy`, a step count that does
-        not rise is taken for a hang. `kv_tokens` None: as counted by the link."""
+        """Report the scheduler's own figures of one rank (None: the first of `dp_ranks`), for all legs that `poll` has
+        returned and that are not over. `step`: forward steps done; while `busy`, a step count that does not rise is
+        taken for a hang. `waiting_tokens`: prompt tokens still to be computed or fetched. `kv_tokens` None: as counted
+        by the link."""
         self.raise_if_failed()
         with self._came:
             rank = next(iter(self._handed)) if dp_rank is None else dp_rank
@@ -255,14 +264,14 @@ class RankLink(Service):
                 self._hand_over(rank, load)
 
     def die(self, reason: str) -> None:
-        """End every leg now, because the engine is dead; the ranks leave."""
+        """End every leg now, because the engine is dead for `reason`; the ranks leave."""
         self.raise_if_failed()
         with self._came:
             for rank in self._handed:
                 self._hand_over(rank, Dead(str(reason)))
 
     def drain(self) -> None:
-        """Take no new legs, finish those that run, and leave; then the link is `drained`."""
+        """Take no new legs, finish those that run, and leave; then the link is `drained`. It returns at once."""
         self.raise_if_failed()
         if self._thread is not None:
             self.loop.call_threadsafe(partial(self._drain, "embedder"))

@@ -61,15 +61,15 @@ log = get_logger("node")
 
 
 class EngineDied(BusError):
-    """A runner is dead. The process exits, and its supervisor starts it again."""
+    """The failure of a host one of whose runners is dead. The process exits, and its supervisor starts it again."""
 
 
 class Host:
-    """The host of the ranks in one process. `runners` has one runner for each dp_rank here. All methods are for the
-    loop's thread.
+    """The host of the ranks in one process, for a node or a RankLink. `runners` has one runner for each dp_rank here.
+    All methods are for the loop's thread, and none blocks.
 
     `on_change` is called at the end of each turn that may have changed the result of `missing` or `drained`, or a
-    rank's state.
+    rank's state. ConfigError for bad keys, StartError where an endpoint is taken.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class Host:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """Return what the ranks still need before they can serve."""
+        """Return what the ranks still wait for before they can serve, in words for a log line: the bus, and every
+        controller. Empty: nothing."""
         joined = self.resolver.broker_seen_at is not None and all(r.on_the_bus for r in self.ranks.values())
         missing = [] if joined else [f"the bus at {self.config.bus}"]
         for key, base in enumerate(self.config.controllers):
@@ -146,12 +147,12 @@ class Host:
         return missing
 
     def can_serve(self) -> bool:
-        """Return true if the bus is connected, and a controller for each rank."""
+        """Return true if the bus is connected, and at least one controller has welcomed each rank."""
         there = self.resolver.broker_seen_at is not None and all(r.on_the_bus for r in self.ranks.values())
         return there and all(any(each.welcome for each in rank.connections) for rank in self.ranks.values())
 
     def unready(self) -> str:
-        """Return why no leg can come here now; empty: one can."""
+        """Return why no leg can come here now, in words; empty: one can."""
         if not self.serving and (missing := self.missing()):
             return f"waiting for {' and '.join(missing)}"
         ranks = self.ranks.values()
@@ -165,7 +166,8 @@ class Host:
         return next((each.fenced for rank in self.ranks.values() for each in rank.connections if each.fenced), "")
 
     def drain(self, cause: str) -> None:
-        """Let all ranks refuse new legs, finish those that run, and leave. `drained` is true after that."""
+        """Let all ranks refuse new legs, finish those that run, and leave. It returns at once; `drained` becomes true
+        later."""
         for rank in self.ranks.values():
             rank.drain(cause)
 
@@ -192,20 +194,25 @@ class Host:
         return self.loop.clock()
 
     def publish(self, publications: Sequence[Publish]) -> None:
+        """Publish messages on the bus, in order."""
         for publication in publications:
             self.publish_frames((topics.of(publication.message), encode(publication.message)))
 
     def publish_frames(self, frames: Sequence[bytes]) -> None:
+        """Publish one message, as its topic and further frames. Where the queue is full it is lost, and counted."""
         try:
             send_frames(self._pub, frames)
         except zmq.Again:
             self.unsent_publications += 1
 
     def answer(self, send: Send) -> None:
-        """Send an answer to a peer of the data ROUTER. A peer that is gone asks again if it returns."""
+        """Send an answer to a peer of the data ROUTER. If the peer is gone, the answer is lost; the peer asks again if
+        it returns."""
         send_answer(self._router, send)
 
     def locate(self, dp_rank: int, want: Locate) -> None:
+        """Look for the prefill rank that `want` names, for the rank `dp_rank` here, which gets the result by
+        `located`."""
         now = self.now
         self._resolve(
             self.resolver.want(
@@ -220,10 +227,11 @@ class Host:
         )
 
     def unlocate(self, dp_rank: int, want: Unlocate) -> None:
+        """End the search of a `locate`; its rank gets no result."""
         self.resolver.cancel(want.room, (dp_rank, want.client))
 
     def reject(self, socket: str, error: RemoteProtocolError, peer: str = "") -> None:
-        """Count an invalid message; log the first of each peer."""
+        """Count an invalid message that came over `socket`; log the first of each peer."""
         if socket not in self._rejections:
             self._rejections[socket] = Rejections(log, self.rejected, prefix=f"{socket}:", socket=socket)
         self._rejections[socket].note(peer or socket, error)

@@ -1,6 +1,5 @@
-"""The legs at a rank: a leg's record, the table of its states, the checks of a dispatch, and the limit on legs.
-Pure.
-"""
+"""The legs at a rank (a leg is what it runs of a request: the prefill, the decode, or all of it as a unified leg): a
+leg's record, the table of its states, the checks of a dispatch, and the limit on legs. Pure."""
 
 from __future__ import annotations
 
@@ -85,8 +84,8 @@ class IllegalStep(AssertionError):
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One leg: what a runner is given, and what the link keeps of it (from `owner` on; a runner must not touch
-    that)."""
+    """One leg: what a runner is given, and what the link keeps of it (from `owner` on; a runner must not touch that).
+    The rank's core makes it from a dispatch."""
 
     rid: str  # the request's id
     attempt: int  # of the request, from 1 on
@@ -195,7 +194,7 @@ class Leg:
         return self.params.logprobs >= 0
 
     def step(self, step: Step) -> None:
-        """Change the state according to the table; IllegalStep where the table has no such step."""
+        """Move the state as the table NEXT says; IllegalStep where it has no such step."""
         to = NEXT.get((self.role, self.state, step))
         if to is None:
             raise IllegalStep(
@@ -205,8 +204,8 @@ class Leg:
         self.state = to
 
     def end(self, code: Code, message: str, now: float) -> Ended:
-        """End the leg and return the end for its controller. With `ok`, `message` is why a decode or unified leg
-        stopped."""
+        """Set the leg's end (its `code`, `message` and `finish`) and return the message about it for its controller.
+        With `ok`, `message` is why a decode or unified leg stopped."""
         self.step("over")
         self.code, self.message, self.ended_at = code, "" if code == "ok" else message[:1024], now
         if code == "ok":
@@ -217,7 +216,8 @@ class Leg:
 
     @property
     def report(self) -> Ended:
-        """The end of the leg for its controller."""
+        """The message about the leg's end for its controller; before `end`, its fields are those of a leg that has not
+        ended."""
         return Ended(
             self.rid,
             self.attempt,
@@ -237,7 +237,8 @@ class Leg:
 def leg_of(
     dispatch: Dispatch, frames: Sequence[bytes], *, role: Role, dp_rank: int, facts: RankFacts, now: float
 ) -> Leg:
-    """Return the leg that `dispatch` asks for, or raise Refusal. `frames` are those after the header."""
+    """Return the leg that `dispatch` asks for at this rank, not yet in the table; raise Refusal if it is invalid or too
+    long for the rank. `frames` are those after the header: prompt and parameters."""
     if dispatch.leg != role:
         raise Refusal("bad_request", f"a {dispatch.leg} leg for a {role} rank")
     if dispatch.dp_rank != dp_rank:
@@ -311,7 +312,7 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits on what may wait here."""
+    """The limits on what may wait at one rank; beyond the first two a dispatch is refused as `overloaded`."""
 
     max_waiting: int = 1024
     max_waiting_bytes: int = 64 << 20
@@ -320,7 +321,7 @@ class Limits:
 
 
 class Legs:
-    """The legs of a rank, by request. Legs may end while a caller iterates over them."""
+    """The live legs of a rank, one for each rid. They may be removed while a caller iterates over them."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -339,7 +340,8 @@ class Legs:
         return self._legs.get(rid)
 
     def check_space(self, leg: Leg, waiting: int) -> None:
-        """Raise Refusal when there is no space beside the `waiting` requests that wait at this rank."""
+        """Raise Refusal (`overloaded`) when there is no space for `leg` beside the `waiting` requests that wait at this
+        rank."""
         prompt_bytes = self._prompt_bytes + 4 * len(leg.prompt)
         if waiting >= self.limits.max_waiting or prompt_bytes > self.limits.max_waiting_bytes:
             raise Refusal("overloaded", f"{waiting} requests are waiting at this rank")
@@ -347,7 +349,7 @@ class Legs:
             raise Refusal("overloaded", f"{len(self._legs)} requests are at this rank")
 
     def add(self, leg: Leg) -> None:
-        """Add a leg, and give it a number of its own."""
+        """Add a leg, and give it a `seq` of its own."""
         self._seq += 1
         leg.seq = self._seq
         self._legs[leg.rid] = leg
@@ -355,6 +357,7 @@ class Legs:
         self._names_bytes += _name_bytes(leg.rid)
 
     def remove(self, leg: Leg) -> None:
+        """Remove a leg that has ended."""
         del self._legs[leg.rid]
         self._prompt_bytes -= 4 * len(leg.prompt)
         self._names_bytes -= _name_bytes(leg.rid)

@@ -10,8 +10,8 @@ LEAST = -9999.0  # of the protocol: engines say minus infinity
 
 
 def token_logprobs(chosen: float, top: Iterable[tuple[int, float]] = (), rank: int = 0) -> TokenLogprobs:
-    """Return one token's log probability and those of the most likely tokens at its place, the likeliest first.
-    `rank` is the token's among all, from 1 on; 0: unknown."""
+    """Return one token's log probability and those of the most likely tokens (id, value) at its place, the likeliest
+    first, moved into the range of the wire. `rank` is the token's among all, from 1 on; 0: unknown."""
     return TokenLogprobs(_bounded(chosen), tuple([(token, _bounded(value)) for token, value in top]), rank)
 
 

@@ -1,4 +1,5 @@
-"""The puller's side of KV transfer: a decode leg's way from its dispatch to its KV cache. Pure.
+"""The puller's side of KV transfer: a decode leg's way from its dispatch to its KV cache, which the prefill rank of the
+same request computes. Pure.
 
 This module decides which rank a leg asks and under which attempt, how it handles the answers, and the signs of life
 that it sends until its runner has the KV cache. The runner decides which blocks to pull, and when again.
@@ -29,7 +30,8 @@ End: TypeAlias = Callable[[Leg, Code, str, float], list[Action]]
 
 
 class KvPuller:
-    """The puller of one rank. `end` ends a leg that cannot go on, and calls `close`; `counts` belongs to the rank."""
+    """The puller of one rank; its core calls it, and carries the returned actions out in order. `end` ends a leg that
+    cannot go on, and calls `close`; `counts` belongs to the rank. `now` is seconds on the process's clock."""
 
     def __init__(self, facts: RankFacts, counts: Counter[str], end: End) -> None:
         self.waiting = 0  # legs whose KV cache is not ready: the runner does not know them yet
@@ -40,7 +42,7 @@ class KvPuller:
         self._legs: ByRoom[Leg] = ByRoom()
 
     def holds(self, leg: Leg) -> bool:
-        """Return true if a leg of this room is here that belongs to the client, or to no client."""
+        """Return true if a leg of this room is here that belongs to the leg's client, or to no client."""
         return self._legs.find(leg.room, leg.client) is not None
 
     def open(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:
@@ -59,7 +61,8 @@ class KvPuller:
     def located(
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float, client: str
     ) -> list[Action]:
-        """Handle the answer to `client`'s `Locate`; `location` None: there is none, because of `code`."""
+        """Take in the answer to `client`'s Locate: ask the rank at `location` for the KV cache. None: there is none,
+        because of `code`, and the leg ends. An answer for no waiting leg is ignored."""
         leg = self._legs.find(room, client)
         if leg is None or leg.state is not LegState.LOCATING:
             return []
@@ -70,7 +73,9 @@ class KvPuller:
         return self._found(leg, location, attempt, now)
 
     def received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
-        """Handle a message of a prefill rank that was asked; `data` is the frame after the header."""
+        """Handle a message of a prefill rank that was asked; `data` is the frame after the message: a block, or the
+        engine's handle. The leg is given to the runner when its KV cache is ready, and ends if the prefill rank failed.
+        """
         leg = self._legs.find(message.room, message.client)
         if leg is None or not leg.kv_wanted:
             return []
@@ -97,20 +102,22 @@ class KvPuller:
         return [Note("kv_block.damaged", "warning", fields=fields), take]
 
     def pull(self, leg: Leg, first: int, count: int, now: float) -> list[Action]:
-        """Pull these blocks for the leg's runner."""
+        """Ask the prefill rank for blocks `first` .. `first`+`count`-1, because the leg's runner wants them."""
         assert leg.location is not None
         leg.asked_at = now
         pull = KvPull(leg.room, leg.kv_attempt, leg.location.epoch, first, count, client=leg.client)
         return [Send(leg.location.endpoint, pull)]
 
     def done(self, leg: Leg, code: Code = "ok") -> list[Action]:
-        """Tell the prefill rank that it need not keep the KV cache any longer."""
+        """Tell the prefill rank that this leg needs its KV cache no longer: it is fetched (`ok`), or the leg ended with
+        `code`."""
         assert leg.location is not None
         leg.kv_wanted = False
         return [Send(leg.location.endpoint, KvDone(leg.room, leg.kv_attempt, code, leg.client))]
 
     def tick(self, leg: Leg, now: float) -> list[Action]:
-        """Send signs of life, and end the leg when none come back."""
+        """Send the sign of life that is due each ASK_S, and end the leg when the prefill rank was silent for
+        PREFILL_SILENT_S."""
         if not leg.kv_wanted:
             return []
         if now - leg.last_seen_at >= PREFILL_SILENT_S:
@@ -118,7 +125,7 @@ class KvPuller:
         return self._ask(leg, now) if now - leg.asked_at >= ASK_S else []
 
     def close(self, leg: Leg, was: LegState) -> list[Action]:
-        """Clean up after a leg that has ended in the state `was`."""
+        """Clean up after a leg that has ended in the state `was`; the core calls it once for each decode leg."""
         self._legs.pop(leg.room, leg.client)
         if was is not LegState.RUNNING:
             self._waits_no_more(leg)
@@ -194,5 +201,5 @@ def _sent_at(leg: Leg, meta: KvMeta) -> float:
 
 
 def unfetched(leg: Leg) -> bool:
-    """Return true if a decode leg still needs its prefill rank."""
+    """Return true if a decode leg still needs its prefill rank: its KV cache is not fetched yet."""
     return leg.kv_wanted or leg.state is LegState.LOCATING

@@ -1,4 +1,5 @@
-"""One rank of a process: its core, its runner and its connections to controllers. It executes the core's decisions.
+"""One rank of a process: its core, its runner (the engine behind it) and its connections to controllers. It executes
+the core's decisions.
 
 The host calls `plan` and then `report` after every turn of the loop in which something happened to this rank. `plan`
 lets the runner plan. `report` reads load and acknowledgements at one point, after the inbox, and publishes them.
@@ -77,7 +78,8 @@ def hello_of(
 
 
 class Services(Protocol):
-    """The services of the hosting process that a rank needs."""
+    """The services that a rank uses of the process that hosts it (`nodes.link.host`): shared sockets, time, and notices
+    that a runner died, that a later start took this rank's place, or that its state has `changed`."""
 
     config: LinkConfig
     loop: Loop
@@ -101,7 +103,8 @@ class Services(Protocol):
 
 
 class LinkedRank:
-    """One rank. The host makes it and owns the sockets that ranks share. `epoch` names this start of it."""
+    """One rank. The host makes it, owns the sockets that ranks share, and calls it on the loop's thread; nothing here
+    blocks. `epoch` names this start of it. `drained_at` is the time at which it had left; None: not yet."""
 
     def __init__(self, host: Services, dp_rank: int, runner: Runner) -> None:
         config = host.config
@@ -137,13 +140,14 @@ class LinkedRank:
         self.driver = RankDriver(self.core, runner, self._do, host.loop.clock)
 
     def connect(self, sockets: Sockets, endpoint: str) -> None:
-        """Connect to one more controller."""
+        """Connect to one more controller, at its endpoint for nodes."""
         host = self._host
         connection = Connection(sockets, self, len(self.connections), endpoint, host.loop.clock, host.reject)
         self.connections.append(connection)
         host.loop.add(connection.socket, connection.receive)
 
     def close(self, *, linger_ms: int) -> None:
+        """Close the runner and the connections, which go on sending what is queued for `linger_ms`."""
         self.runner.close()
         for connection in self.connections:
             connection.close(linger_ms=linger_ms)
@@ -151,6 +155,7 @@ class LinkedRank:
     # --- from controllers (connection.RankEndpoint) ------------------------------------------------------------------
 
     def hello(self) -> Hello:
+        """Return the introduction of this rank as it is now, with the legs that it runs."""
         host = self._host
         running, clients = self.core.running()
         return hello_of(
@@ -159,6 +164,8 @@ class LinkedRank:
         )  # fmt: skip
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
+        """Take in a controller's welcome. If it came again, report what began and ended lately; a new controller gets
+        the whole cache."""
         self.log.info("controller.welcomed", controller=welcome.controller, again=again)
         self.driver.dirty = True
         self.core.reports.welcomed(connection.key, welcome.epoch)
@@ -172,35 +179,41 @@ class LinkedRank:
         self._host.changed()
 
     def restate_cache(self) -> None:
-        """Publish the whole cache again: a controller does not know it, or knows it no longer."""
+        """Publish the whole cache again, if the runner can: a controller does not know it, or knows it no longer."""
         restate = getattr(self.runner, "restate_cache", None)
         if restate is not None:
             restate()
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
+        """Take in a leg that a controller dispatched, with its payload frames."""
         self.driver.dirty = True  # there is something to report, also where nothing is to be done
         self.driver.apply(self.core.ingest(connection.key, dispatch, frames, self._host.now))
 
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None:
+        """End the leg that a controller cancels."""
         self.driver.dirty = True  # there is something to report here too
         self.driver.apply(self.core.cancel(connection.key, cancel, self._host.now))
 
     def unread(self, leg: Leg) -> None:
+        """End a leg without a reader, as the host found in the streams."""
         self.driver.apply(self.core.unread(leg, self._host.now))
 
     def steps(self) -> tuple[int, bool, int]:
         return self.runner.load().step, self.runner.busy, self.publisher.load_seq
 
     def recall(self, rid: str) -> tuple[TraceEvent, ...]:
+        """Return the events of a request's legs here, for `pdbus trace`; empty: none is known."""
         return self.core.recall(rid, self.wall_s)
 
     def superseded(self, why: str) -> None:
+        """Leave with the whole process, because a controller says that a later start of this rank has taken its
+        place."""
         self._host.superseded(why)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     def drain(self, cause: str) -> None:
-        """Take no new legs; `turn` leaves when all have finished. Idempotent."""
+        """Take no new legs; the rank leaves when all have ended. Idempotent."""
         if self.state != "ready":
             return
         self.log.info("rank.draining", cause=cause, live=len(self.core))
@@ -214,7 +227,7 @@ class LinkedRank:
         return self.on_the_bus == "gone" and not any(connection.owes for connection in self.connections)
 
     def abandon(self, code: Code = "shutting_down", message: str = "") -> None:
-        """End what still runs now, with `code`: there is no time to finish."""
+        """End what still runs now, with `code` and a sentence: there is no time to finish."""
         self.driver.apply(self.core.end_all(code, message, self._host.now))
 
     def _set_state(self, state: NodeState) -> None:
@@ -232,15 +245,19 @@ class LinkedRank:
     def located(
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, client: str
     ) -> None:
+        """Take in the answer to a Locate of the core."""
         self.driver.apply(self.core.located(room, location, attempt, code, found_by, self._host.now, client))
 
     def pulled(self, peer: bytes, message: KvPull | KvDone) -> None:
+        """Take in what a decode rank asks of a leg here: its KV cache, or its end."""
         self.driver.apply(self.core.pulled(peer, message, self._host.now))
 
     def kv_received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview) -> None:
+        """Take in what a prefill rank sent for a decode leg here."""
         self.driver.apply(self.core.kv_message(message, data, self._host.now))
 
     def from_bus(self, message: Message) -> None:
+        """Take in a message of the broker for this rank, and publish what it asks for."""
         self._host.publish(self.publisher.on_message(message, self._host.now))
 
     def came_back(self, member: Member) -> None:
@@ -252,6 +269,8 @@ class LinkedRank:
     # --- time ---------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
+        """Do what is due by time: of the runner, of deadlines, of reports, and of the connections. The host calls it
+        many times a second."""
         now = self._host.now
         self.runner.tick(now)
         self.driver.apply(self.core.tick(now))
@@ -272,7 +291,8 @@ class LinkedRank:
         self.runner.turn(self._host.now)
 
     def report(self) -> None:
-        """Send the load as it is now, and the legs that began and ended. Call it after `plan`."""
+        """Publish the load as it is now, and send the controllers which legs began and ended. Call it after `plan`. A
+        draining rank without legs leaves here."""
         now = self._host.now
         self._report(now)
         self._host.publish(self.publisher.flush(now))

@@ -13,8 +13,8 @@ from nodes.link.leg import NO_ROOM, Leg
 
 
 class LegRecord(Struct, frozen=True, gc=False, array_like=True):
-    """The record of a leg. Times are by the process's clock; `first_token_at` and `ended_at` are 0 where it has not
-    happened."""
+    """The record of a leg. Times are in seconds on the process's clock; `first_token_at` and `ended_at` are 0 where it
+    has not happened. `events` are (time, what, detail)."""
 
     rid: str
     attempt: int
@@ -57,8 +57,8 @@ def record_of(leg: Leg) -> LegRecord:
 
 
 def span_of(record: LegRecord, rank: str, model: str, wall_s: float) -> Span:
-    """Return the span of a traced leg that is over, at `rank`. `wall_s` turns the process's clock into seconds since
-    1970."""
+    """Return the OpenTelemetry span of a traced leg that is over. `rank` is its name, as in `decode-0/1`; `wall_s` is
+    added to the process's clock to get seconds since 1970."""
     assert record.trace is not None
     attributes: dict[str, Any] = {
         "gen_ai.request.model": model,
@@ -92,7 +92,8 @@ def span_of(record: LegRecord, rank: str, model: str, wall_s: float) -> Span:
 
 
 def trace_events_of(record: LegRecord, wall_s: float) -> list[TraceEvent]:
-    """Return the events in order of time. `wall_s` turns the process's clock into seconds since 1970."""
+    """Return the events of a leg in order of time, for `pdbus trace`. `wall_s` is added to the process's clock to get
+    seconds since 1970."""
     events = [(record.taken_at, "taken", ""), *record.events]
     if record.first_token_at and record.role != "prefill":
         events.append((record.first_token_at, "first_token", ""))

@@ -1,8 +1,9 @@
-"""The reports to controllers about the legs at one rank: acknowledgements, beginnings and ends. Pure bookkeeping.
+"""The reports to controllers about the legs at one rank: acknowledgements of dispatches, beginnings and ends of legs.
+Pure bookkeeping.
 
-Acknowledgements count everything ingested from a controller's epoch, in order; the controller's load estimate relies
-on them. Ends are remembered for a while, so that a repeated dispatch or a returning controller gets the same answer
-again. All of it is bounded.
+Acknowledgements count everything ingested from a controller's epoch, in order; the controller's load estimate relies on
+them. Ends are remembered for a while, so that a repeated dispatch or a returning controller gets the same answer again.
+All of it is bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_RESTATED = 1024
 
 @dataclass(slots=True)
 class Report:
-    """The report to one owner: legs that produced their first output, and legs that ended."""
+    """The report to one owner: (rid, attempt) of legs that produced their first output, and legs that ended."""
 
     started: list[tuple[str, int]] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
@@ -38,7 +39,8 @@ class _Remembered(NamedTuple):
 
 
 class Reports:
-    """The reports of one rank. `owner` names the connection of a dispatch."""
+    """The reports of one rank, kept by its core. `owner` names the connection to a controller; `now` is seconds on the
+    process's clock."""
 
     def __init__(self) -> None:
         self._acks: OrderedDict[int, tuple[int, Ack]] = OrderedDict()  # controller epoch -> (last number, ack)
@@ -48,6 +50,8 @@ class Reports:
 
     @property
     def acks(self) -> tuple[Ack, ...]:
+        """The acknowledgements to publish with each load: of each controller, the dispatches and tokens ingested so
+        far."""
         return tuple(ack for _, ack in self._acks.values())
 
     def welcomed(self, owner: int, epoch: int) -> None:
@@ -58,8 +62,8 @@ class Reports:
             self._keep(0, Ack(epoch, 0, 0))
 
     def acknowledge(self, dispatch: Dispatch) -> Literal["counted", "gap", "repeated"]:
-        """Acknowledge a dispatch. Return `gap` where dispatches before it were lost on the way, `repeated` where it
-        was counted before."""
+        """Acknowledge a dispatch by its number. Return `gap` where dispatches before it were lost on the way,
+        `repeated` where it was counted before; then it is not counted again."""
         epoch = dispatch.controller_epoch
         last, ack = self._acks.get(epoch, (0, Ack(epoch, 0, 0)))
         if dispatch.number <= last:
@@ -68,14 +72,16 @@ class Reports:
         return "gap" if last and dispatch.number > last + 1 else "counted"
 
     def started(self, leg: Leg) -> None:
+        """Report to the leg's owner that it produced its first output."""
         self._report(leg.owner).started.append((leg.rid, leg.attempt))
 
     def ended(self, owner: int, end: Ended) -> None:
-        """Report an end without remembering it: the attempt may be dispatched again."""
+        """Report an end to `owner` without remembering it: the attempt may be dispatched again."""
         self._report(owner).ended.append(end)
 
     def remember(self, owner: int, end: Ended, identity: Identity, now: float) -> None:
-        """Report an end, and give the same answer when the attempt, or an older one, comes again."""
+        """Report an end to `owner`, and remember it for REMEMBER_S: the same attempt, or an older one, then gets it as
+        its answer."""
         self.ended(owner, end)
         remembered = self._remembered
         remembered[end.rid] = _Remembered(end, owner, identity, now)
@@ -84,8 +90,8 @@ class Reports:
             remembered.popitem(last=False)
 
     def answered(self, owner: int, dispatch: Dispatch, current: Leg | None, now: float) -> bool:
-        """Return true if the attempt is here (`current`, if it is of the same request) or was; then `owner` gets its
-        report again."""
+        """Return true if this attempt is here (`current` is the live leg of the same request, None: there is none) or
+        has ended here; then `owner` gets its report again, and the dispatch needs nothing else."""
         if current is not None and current.attempt == dispatch.attempt:
             current.owner = owner  # a controller that came back takes its request over
             if current.started:
@@ -104,21 +110,22 @@ class Reports:
             raise Refusal("fenced", "a newer attempt was here")
 
     def last_end(self, rid: str, identity: Identity, now: float) -> Ended | None:
-        """Return the remembered end of this request under the rid, or None."""
+        """Return the remembered end of this request under the rid; None: it is not remembered."""
         known = self._remembered.get(rid)
         if known is None or now - known.at > REMEMBER_S or not known.identity.agrees(identity):
             return None
         return known.end
 
     def restate(self, owner: int, live: Iterable[Leg]) -> None:
-        """Report again what began and what ended lately: `owner`'s controller may have missed reports."""
+        """Report again to `owner` which of its live legs began and what ended lately: its controller may have missed
+        reports."""
         report = self._report(owner)
         report.started += [(leg.rid, leg.attempt) for leg in live if leg.owner == owner and leg.started]
         recent = list(self._remembered.values())[-MAX_RESTATED:]
         report.ended += [each.end for each in recent if each.owner == owner and each.end not in report.ended]
 
     def take(self) -> dict[int, Report]:
-        """Return the reports since the last call, by owner."""
+        """Return the reports since the last call, by owner, to be sent now."""
         reports, self._reports = self._reports, {}
         return reports
 

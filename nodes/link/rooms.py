@@ -1,6 +1,5 @@
-"""One rank's values by room. With keys, a room belongs to its client: the same number from another key is another
-room. Pure.
-"""
+"""One rank's values by room (the number that joins the prefill and the decode leg of a request). With keys, a room
+belongs to its client: the same number from another key is another room. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ _T = TypeVar("_T")
 
 
 class ByRoom(Generic[_T]):
-    """Values by room and key, the oldest first. The empty key belongs to no client: there are no keys, or a
-    Dispatcher or an older peer did not state one."""
+    """Values by room and client, the oldest first. A client is the name of a key; the empty one belongs to no client:
+    there are no keys, or a Dispatcher or an older peer did not state one. `len` and iteration are over all values."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[int, str], _T] = OrderedDict()
@@ -26,8 +25,9 @@ class ByRoom(Generic[_T]):
         return iter(self._held.values())
 
     def find(self, room: int, client: str) -> _T | None:
-        """Return the value that `client` means by `room`: its own, else the one without a key. A client without a
-        key means the only value; where there are several it gets None, since one of them would be another client's."""
+        """Return the value that `client` means by `room`: its own, else the one without a client. An empty `client`
+        means the only value; where there are several it gets None, since one of them would be another client's. None:
+        there is none."""
         found = self._held.get((room, client))
         if found is not None or room not in self._clients:
             return found
@@ -41,13 +41,13 @@ class ByRoom(Generic[_T]):
         return [self._held[room, client] for client in self._clients.get(room, ())]
 
     def put(self, room: int, client: str, value: _T) -> None:
-        """Add a value as the newest."""
+        """Add a value as the newest; it replaces the value of the same room and client."""
         self.pop(room, client)
         self._held[room, client] = value
         self._clients.setdefault(room, []).append(client)
 
     def pop(self, room: int, client: str) -> None:
-        """Remove the value of exactly this key, and return it if there was one."""
+        """Remove the value of exactly this room and client, if there is one."""
         if self._held.pop((room, client), None) is not None:
             clients = self._clients[room]
             clients.remove(client)
@@ -55,4 +55,5 @@ class ByRoom(Generic[_T]):
                 del self._clients[room]
 
     def pop_oldest(self) -> None:
+        """Remove the oldest value; there must be one."""
         self.pop(*next(iter(self._held)))

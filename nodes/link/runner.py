@@ -1,10 +1,10 @@
-"""The interface for engines: a rank takes legs, and a runner runs them. This module owns the types and holds no
-logic.
+"""The interface for engines: a rank takes legs (what it runs of a request: prefill, decode or both), and a runner runs
+them. This module owns the types and holds no logic.
 
 A runner gets a leg by `start`, and reports on it by events. All its methods are called on the link's thread, and it
-must call `emit` there; none may block. An event of a leg that is over is ignored, so a late output after a cancel
-does no harm. There is an event for each token and a load for each turn, so these are msgspec structs, which are
-built in a third of the time of dataclasses.
+must call `emit` there; none may block. An event of a leg that is over is ignored, so a late output after a cancel does
+no harm. There is an event for each token and a load for each turn, so these are msgspec structs, which are built in a
+third of the time of dataclasses.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Output(Struct, frozen=True):
 
 
 class Held(Struct, frozen=True):
-    """A prefill leg's prompt is computed, and its KV cache is kept for `valid_s`, or until `release` if that is
-    sooner."""
+    """A prefill leg's prompt is computed, and its KV cache is kept for `valid_s` seconds, or until `release` if that is
+    sooner. `handle` goes to the decode rank's runner unread."""
 
     leg: Leg
     first_token: int
@@ -52,7 +52,8 @@ class Held(Struct, frozen=True):
 
 
 class Pull(Struct, frozen=True):
-    """A decode leg wants blocks `first` .. `first`+`count`-1 (BlockRunner)."""
+    """A decode leg wants blocks `first` .. `first`+`count`-1 of its prefill rank; they come by `received`
+    (BlockRunner)."""
 
     leg: Leg
     first: int
@@ -60,7 +61,7 @@ class Pull(Struct, frozen=True):
 
 
 class Fetched(Struct, frozen=True):
-    """A decode leg's KV cache has been fetched: the rank it came from may free it."""
+    """A decode leg's KV cache has been fetched, in so many seconds: the rank it came from may free it."""
 
     leg: Leg
     seconds: float = 0.0
@@ -106,21 +107,21 @@ Emit: TypeAlias = Callable[[Event], None]
 
 
 class Runner(Protocol):
-    """The runner of one rank's legs."""
+    """The runner of one rank's legs. An engine implements it; the link calls it."""
 
     facts: RankFacts
 
     def attach(self, emit: Emit) -> None:
-        """Store the function that takes events. It is called once, before anything else. Call `emit` on the link's
-        thread only."""
+        """Store the function that takes the runner's events. It is called once, before anything else. Call `emit` on
+        the link's thread only."""
 
     def start(self, leg: Leg) -> None:
-        """Run a leg, now or when there is room for it; it counts in `load` from here on. A decode leg has a
-        `handle`."""
+        """Run a leg, now or when there is space for it; it counts in `load` from here on. A decode leg comes with its
+        `handle`: its KV cache is ready to be fetched."""
 
     def cancel(self, leg: Leg) -> None:
         """Stop a leg, in whatever state, and free what it holds. It is called once for each leg that did not end by
-        itself."""
+        itself; no event is needed."""
 
     def release(self, leg: Leg) -> None:
         """Free a held KV cache: it was fetched, or is not needed any more."""
@@ -135,13 +136,14 @@ class Runner(Protocol):
         `kv_capacity` and `max_running`."""
 
     def turn(self, now: float) -> None:
-        """Plan the next step. It is called after each turn of the loop in which something came for this rank."""
+        """Plan the next step. It is called after each turn of the loop in which something came for this rank, or after
+        a Stepped."""
 
     def tick(self, now: float) -> None:
-        """Do what is due by time. It is called about 20 times a second."""
+        """Do what is due by time. It is called about 20 times a second, with seconds on the loop's clock."""
 
     def close(self) -> None:
-        """Stop; idempotent."""
+        """Stop, and free what the runner has; idempotent."""
 
 
 class BlockRunner(Runner, Protocol):
@@ -151,4 +153,5 @@ class BlockRunner(Runner, Protocol):
         """Return the bytes of block `index` of a held leg, without a copy where possible."""
 
     def received(self, leg: Leg, index: int, data: bytes | memoryview, intact: bool, now: float) -> None:
-        """Take a block that a decode leg may have pulled; `intact`: its checksum was right."""
+        """Take a block that a decode leg may have pulled. `intact` is false where its checksum was wrong: pull it
+        again."""

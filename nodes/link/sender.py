@@ -1,4 +1,5 @@
-"""The sender's side of KV transfer: the caches that a prefill rank holds for decode ranks. Pure.
+"""The sender's side of KV transfer: the caches that a prefill rank holds for the decode ranks of the same requests.
+Pure.
 
 This module decides which pulls are answered, with what, and for how long a cache is kept. A pull may come before the
 prompt is computed, or before the room is known here; then it is answered with a sign of life and remembered. A room
@@ -36,7 +37,8 @@ class _Parked:
 
 
 class KvSender:
-    """The sender of one rank; `counts` belongs to the rank. A room of a client has at most one cache: that of its
+    """The sender of one rank; its core calls it, and carries the returned actions out in order. `counts` belongs to the
+    rank; `hold_s` is how long a cache that is not pulled is kept. A room of a client has at most one cache: that of its
     highest attempt."""
 
     def __init__(self, facts: RankFacts, counts: Counter[str], *, hold_s: float = HOLD_S) -> None:
@@ -51,7 +53,7 @@ class KvSender:
         return len(self._legs)
 
     def holds(self, leg: Leg) -> bool:
-        """Return true if a leg of this room is here that belongs to the client, or to no client."""
+        """Return true if a leg of this room is here that belongs to the leg's client, or to no client."""
         return self._legs.find(leg.room, leg.client) is not None
 
     def others(self, leg: Leg) -> list[Leg]:
@@ -59,7 +61,8 @@ class KvSender:
         return [other for other in self._legs.all(leg.room) if other is not leg]
 
     def open(self, leg: Leg, now: float) -> None:
-        """Open the leg's room: its prompt will be computed here. The caller has closed a lower attempt's."""
+        """Add a new prefill leg: pulls of its room are answered from now on. The caller has closed a lower
+        attempt's."""
         assert not self.holds(leg)
         self._legs.put(leg.room, leg.client, leg)
         leg.last_seen_at = now
@@ -70,7 +73,8 @@ class KvSender:
                 leg.pullers.update(parked.pullers)
 
     def held(self, leg: Leg, first_token: int, data: bytes, valid_s: float, now: float) -> list[Send]:
-        """Answer the waiting pulls, because the prompt is computed."""
+        """Record that the leg's prompt is computed, and answer the pulls that wait. `data` is the engine's handle
+        (empty: blocks travel), which only one decode rank gets; after `valid_s` seconds the cache may be gone."""
         leg.first_token, leg.handle_data, leg.valid_until, leg.last_seen_at = first_token, data, now + valid_s, now
         late = list(leg.pullers)[1:] if data else []
         for peer in late:
@@ -78,7 +82,7 @@ class KvSender:
         return [self._meta(peer, leg, now) for peer in leg.pullers] + [self._given_away(peer, leg) for peer in late]
 
     def close(self, leg: Leg) -> list[Send]:
-        """Close an ended leg; waiting pulls get the reason, unless all went well."""
+        """Remove an ended leg; pulls that wait get the reason, unless all went well."""
         self._legs.pop(leg.room, leg.client)
         self._ended.pop(leg.room, leg.client)
         if leg.code == "ok":  # not remembered: the room may be used again
@@ -90,7 +94,8 @@ class KvSender:
         return [Send(peer, fail) for peer in leg.pullers]
 
     def pull(self, peer: bytes, pull: KvPull, now: float) -> list[Send | SendBlock]:
-        """Answer a pull addressed to this rank's epoch."""
+        """Answer a pull of `peer` that is addressed to this rank's epoch: with the meta and the blocks, with a sign of
+        life while the prompt is not computed, or with the reason why there is no cache."""
         leg = self._legs.find(pull.room, pull.client)
         if leg is not None and leg.client and not pull.client:
             self._counts["kv_client_unsaid"] += 1
@@ -122,7 +127,8 @@ class KvSender:
         return answers
 
     def done(self, peer: bytes, done: KvDone) -> Leg | None:
-        """Return the leg whose cache `peer` has pulled and is done with; the caller then ends it."""
+        """Take in that `peer` needs the cache no longer. Return the leg, which the caller then ends; None: there is
+        nothing to end."""
         leg = self._legs.find(done.room, done.client)
         if leg is not None and leg.attempt == done.attempt and peer in leg.pullers:
             if done.code == "ok":
@@ -135,7 +141,8 @@ class KvSender:
         return None
 
     def tick(self, now: float) -> tuple[list[Leg], list[Send]]:
-        """Return (legs whose decode rank has gone or never came, answers to pulls of rooms that never came)."""
+        """Return (legs whose decode rank has gone or never came, which the caller ends; answers to pulls of rooms that
+        never came)."""
         lost = [
             leg
             for leg in self._legs
@@ -195,5 +202,6 @@ def _fail(peer: bytes, pull: KvPull, code: Code, why: str) -> Send:
 
 
 def blocks_of(leg: Leg, facts: RankFacts) -> int:
-    """Return the number of blocks of the leg's prompt that travel over the bus."""
+    """Return the number of blocks of the leg's prompt that travel over the bus; 0 where the engine's own connector
+    moves them."""
     return -(-leg.prompt_tokens // facts.block_tokens) if facts.kv_transfer == OVER_THE_BUS else 0

@@ -1,4 +1,5 @@
-"""Output tokens on their way to clients: what each leg owes its reader, and when. Pure; it sends nothing.
+"""Output tokens on their way to clients: what each leg owes its reader (the client's connection), and when. Pure; it
+sends nothing.
 
 Tokens are kept from the leg's first until the reader detaches (or a while after the end). So a reader that is slow,
 late, or reconnects gets every token once and in order, and never delays the engine: a buffer is bounded by the
@@ -40,6 +41,8 @@ MAX_FINISHED = 16_384
 
 
 class SendFailure(enum.Enum):
+    """The reason why a message of `flush` could not be sent."""
+
     FULL = "full"  # the reader's queue is full: try again later
     GONE = "gone"  # the reader's connection is gone: wait for another Attach
 
@@ -56,8 +59,8 @@ class _Early:
 
 
 class Streams:
-    """The output of all legs of one process, by request. Methods that cause messages return none: `flush` returns
-    them all, and what could not be sent comes back through `unsent`."""
+    """The output of all legs of one process, by rid. Methods that cause messages return none: `flush` returns them all,
+    and what could not be sent comes back through `unsent`. `now` is seconds on the process's clock."""
 
     def __init__(self) -> None:
         self._legs: dict[str, Leg] = {}
@@ -75,8 +78,8 @@ class Streams:
 
     def untaken(self, now: float) -> int:
         """Return how many finished streams still have a reader that must take the end (a draining process waits for
-        these). A stream that no reader has attached to, or whose reader has left, counts for `ATTACH_GRACE_S` from
-        its end."""
+        these). A stream that no reader has attached to, or whose reader has left, counts for `ATTACH_GRACE_S` from its
+        end."""
         finished = (self._legs[rid] for rid in self._finished)
         return sum(
             leg.reader is not None or leg.lost or now - leg.ended_at < ATTACH_GRACE_S
@@ -102,8 +105,8 @@ class Streams:
         return leg if leg is not None and leg.dp_rank != dp_rank and leg.identity.agrees(identity) else None
 
     def open(self, leg: Leg, now: float) -> None:
-        """Open the stream of a leg, which will produce output from its `offset` on. It replaces a lower attempt, and
-        another request."""
+        """Open the stream of a leg, which will produce output from its `offset` on. It replaces the stream of a lower
+        attempt, whose reader is told that it is `fenced`, and that of another request."""
         old = self._legs.get(leg.rid)
         if old is not None:
             if old.attempt >= leg.attempt and old.identity.agrees(leg.identity):
@@ -121,7 +124,8 @@ class Streams:
         self._keep_early(leg.rid, lambda early: not _meant(early.request, leg))
 
     def push(self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """Add the next tokens of a live leg, with one of `logprobs` each where it wants them."""
+        """Add the next tokens of a live leg, with one of `logprobs` each where it wants them. The core calls it for
+        each Output."""
         leg.output.extend(tokens)
         if logprobs:
             leg.logprobs.extend(logprobs)
@@ -129,8 +133,9 @@ class Streams:
             self._dirty[leg.rid] = None
 
     def finish(self, leg: Leg) -> None:
-        """End the stream of a leg. The copy that is kept for the reader has neither prompt nor handle, which are
-        large; the leg itself keeps them, since an engine's thread may still read them."""
+        """End the stream of a leg that has ended; its reader still gets what is left. The copy that is kept for the
+        reader has neither prompt nor handle, which are large; the leg itself keeps them, since an engine's thread may
+        still read them."""
         rid = leg.rid
         if self._legs.get(rid) is not leg:
             return
@@ -147,8 +152,9 @@ class Streams:
     # --- the reader's side --------------------------------------------------------------------------------------
 
     def attach(self, peer: bytes, request: Attach, now: float) -> None:
-        """Let `peer` read from index `request.have` on; the last peer to attach is the reader. A request with
-        another room is for another leg, which has yet to come."""
+        """Let `peer` read from index `request.have` on; the last peer to attach is the reader. An attach whose leg has
+        not come yet (or which names another room) waits for it, ATTACH_WAIT_S at most. Another client's peer is
+        refused."""
         leg = self._legs.get(request.rid)
         if leg is not None and _meant(request, leg):
             self._attach(leg, peer, request, now)
@@ -201,6 +207,8 @@ class Streams:
         return sends
 
     def unsent(self, send: Send, failure: SendFailure, now: float) -> None:
+        """Take back a message of `flush` that could not be sent: its tokens are sent again, after RETRY_S or to the
+        next reader."""
         assert isinstance(send.message, Tokens)
         self._unsent(send.peer, send.message, failure, now)
         for other in send.message.others:
@@ -220,7 +228,8 @@ class Streams:
             self._dirty[leg.rid] = None
 
     def tick(self, now: float) -> None:
-        """Handle signs of life, answers to attaches without a leg, and old streams. Call it a few times a second."""
+        """Do what is due by time: signs of life to readers, answers to attaches whose leg never came, and old streams.
+        Call it a few times a second."""
         for leg in self._legs.values():
             if leg.reader is not None and not leg.finish and now - leg.sent_at >= KEEPALIVE_S:
                 leg.sent_at = now
@@ -253,7 +262,7 @@ class Streams:
 
     @staticmethod
     def unclaimed_s(leg: Leg, now: float) -> float:
-        """Return how long a live leg has waited for a reader; 0: it needs none."""
+        """Return for how many seconds a live leg has waited for a reader; 0: it has or needs none."""
         claimed = leg.reader is not None or leg.lost or leg.continue_on_disconnect or leg.role == "prefill"
         return 0.0 if claimed else now - leg.unread_since
 

@@ -47,7 +47,7 @@ class LoadUpdate(Struct, frozen=True):
 
 
 class InvalidEvent(Struct, frozen=True):
-    """The scheduler gave an event that no leg can have: its leg cannot continue, for the reason in `why`."""
+    """The scheduler gave an event that no leg can have: its leg fails, for the reason in `why`."""
 
     leg: Leg
     why: str
@@ -60,7 +60,8 @@ Orders: TypeAlias = Callable[[Leg, Start | Cancel | Release], None]
 
 
 class LegAccounting:
-    """The legs that one side knows, and the sums over them. The prompt of a leg that runs counts as KV cache."""
+    """The legs that one side knows, and the sums over them: how many run and wait, and their tokens. The prompt of a
+    leg that runs counts as KV cache."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -77,9 +78,11 @@ class LegAccounting:
 
     @property
     def waiting(self) -> int:
+        """The number of legs that have not begun."""
         return len(self._runs) - self.running
 
     def start(self, leg: Leg) -> None:
+        """Add a leg, which waits."""
         self._runs[leg] = False
         self.waiting_tokens += leg.prompt_tokens
 
@@ -94,7 +97,7 @@ class LegAccounting:
             self.waiting_tokens -= leg.prompt_tokens
 
     def note(self, event: RunnerEvent) -> None:
-        """Count an event of the scheduler, where it changes the accounts."""
+        """Count an event of the scheduler: a leg's first output or beginning makes it run, its end removes it."""
         if isinstance(event, _RUNS):
             leg = event.leg
             if self._runs.get(leg) is False:
@@ -107,7 +110,8 @@ class LegAccounting:
 
 
 class ThreadedRunner:
-    """The runner of one rank whose legs run on the scheduler's thread. This object belongs to the link's thread."""
+    """The runner of one rank whose legs run on the scheduler's thread. `order` passes Start, Cancel and Release to that
+    thread. This object belongs to the link's thread."""
 
     def __init__(self, facts: RankFacts, order: Orders) -> None:
         self.facts = facts
@@ -257,7 +261,8 @@ def _why_invalid_output(output: Output, facts: RankFacts) -> str:
 
 
 def event_of(leg: Leg, make: Callable[[], LegEvent]) -> LegEvent | InvalidEvent:
-    """Return the event that `make` builds from what an engine gave, or InvalidEvent where it raises."""
+    """Return the event that `make` builds from what an engine gave, or InvalidEvent where it raises TypeError,
+    ValueError or OverflowError. It is called on the scheduler's thread, so that no error reaches the scheduler."""
     try:
         return make()
     except (TypeError, ValueError, OverflowError) as error:

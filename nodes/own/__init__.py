@@ -1,1 +1,1 @@
-"""Our own implementation of a rank: scheduler, blocks, KV transfer and engines."""
+"""Our own implementation of a rank (what runs the legs of requests): scheduler, blocks, KV transfer and engines."""

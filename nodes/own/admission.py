@@ -1,7 +1,8 @@
-"""The order at a rank: which sequence is admitted next, and whose prompts a step computes. Pure.
+"""The order at a rank: which sequence (a request at our scheduler) is admitted next, and whose prompts a step computes.
+Pure.
 
-Clients take turns, by tokens (`bus.fair_queue`), so that a newcomer does not wait behind the backlog of another
-client. A client is a key. Without keys, and wherever one client is alone, the order is priority, then arrival.
+Clients take turns, by tokens (`bus.fair_queue`), so that a newcomer does not wait behind the backlog of another client.
+A client is a key. Without keys, and wherever one client is alone, the order is priority, then arrival.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ HERE_STEPS = 100  # a client that left within this many steps counts as here
 
 
 class AdmissionQueue:
-    """The sequences that wait to be admitted."""
+    """The sequences that wait for a run slot and memory. The scheduler adds each, and removes it when it is admitted or
+    ends. It is true while one waits."""
 
     def __init__(self) -> None:
         self._lines: dict[str, dict[int, dict[int, Sequence]]] = {}  # by client, priority and id
         self._fair = FairQueue()
 
     def add(self, sequence: Sequence) -> None:
+        """Add a sequence behind those of the same client and priority."""
         line = self._lines.get(sequence.client)
         if line is None:
             line = self._lines[sequence.client] = {}
@@ -36,7 +39,7 @@ class AdmissionQueue:
         return bool(self._lines)
 
     def head(self, barred: Callable[[str], bool] | None = None) -> Sequence | None:
-        """Return the next sequence, of the clients that are not `barred`; None if there is none."""
+        """Return the next sequence, of the clients that are not `barred`; it stays. None if there is none."""
         clients = [client for client in self._lines if barred is None or not barred(client)]
         if not clients:
             return None
@@ -58,13 +61,15 @@ class AdmissionQueue:
                     self._fair.clear()
 
     def validate(self, waiting: set[Sequence]) -> None:
+        """Check that exactly the sequences in `waiting` are here; AssertionError if not (for tests)."""
         lines = self._lines.values()
         assert all(line and all(line.values()) for line in lines)
         assert {sequence for line in lines for level in line.values() for sequence in level.values()} == waiting
 
 
 class ClientUsage:
-    """The run slots and KV memory that each client uses now. It shows which clients must wait until others had some."""
+    """The run slots and KV memory that each client uses now, made for one round of admissions. It shows which clients
+    must wait until others had some."""
 
     def __init__(
         self, sequences: Iterable[Sequence], running: Iterable[Sequence], max_running: int, blocks: int
@@ -76,21 +81,23 @@ class ClientUsage:
         self._most, self._most_blocks = max_running - max_running // RESERVE, blocks - blocks // RESERVE
 
     def add(self, sequence: Sequence) -> None:
+        """Count a sequence that was admitted now."""
         self._slots[sequence.client] += 1
         self._blocks[sequence.client] += len(sequence.table)
 
     def a_part(self, client: str) -> bool:
-        """Return true if the client has all but the share that is reserved for others."""
+        """Return true if the client uses all but the share that is reserved for others, of slots or of memory."""
         return self._slots[client] >= self._most or self._blocks[client] >= self._most_blocks
 
     def some_memory(self, client: str) -> bool:
+        """Return true if the client holds any KV memory."""
         return self._blocks[client] > 0
 
 
 class StepShares:
-    """The division of a step's prompt tokens among clients. While several clients are here, none gets more than a
-    part of each step: otherwise the next client would wait for a step that one client fills, and for another one
-    beside it."""
+    """The division of a step's prompt tokens among clients. While several clients are here, none gets more than a part
+    of each step: otherwise the next client would wait for a step that one client fills, and for another one beside it.
+    """
 
     def __init__(self) -> None:
         self._here: Counter[str] = Counter()  # sequences, by client
@@ -98,10 +105,12 @@ class StepShares:
         self._fair = FairQueue()
 
     def came(self, client: str) -> None:
+        """Count a sequence of `client` that came to the scheduler."""
         self._here[client] += 1
         self._fair.enter(client)
 
     def left(self, client: str, step: int) -> None:
+        """Count a sequence of `client` that ended, at the step with this number."""
         self._here[client] -= 1
         if not self._here[client]:
             del self._here[client]
@@ -117,8 +126,8 @@ class StepShares:
         return len(self._here) + len(self._left) > 1
 
     def divide(self, prompts: Iterable[Sequence], budget: int, step: int, least: int) -> list[tuple[Sequence, int]]:
-        """Return how many tokens of which prompts a step computes, `budget` in all; a newcomer next to others gets
-        at least `least`."""
+        """Return which prompts a step computes, and how many tokens of each, `budget` in all. A newcomer next to others
+        gets at least `least`. What each client got is charged to its clock."""
         share = budget
         if self.several(step):
             share = max(SHARE_MIN, budget // SHARES)
@@ -141,4 +150,5 @@ class StepShares:
         return given
 
     def validate(self, sequences: Iterable[Sequence]) -> None:
+        """Check that the counts are those of `sequences`; AssertionError if not (for tests)."""
         assert self._here == Counter(sequence.client for sequence in sequences)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A full block can be found by `block_hash` from now on; `parent` is 0 for a first block."""
+    """A full block with these tokens can be found by `block_hash` from now on; `parent` is the hash of the block before
+    it, 0 for a first block."""
 
     block_hash: int
     parent: int
@@ -23,6 +24,8 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
+    """The block of this hash was reclaimed: it cannot be found any more."""
+
     block_hash: int
 
 
@@ -30,8 +33,8 @@ KvEvent = BlockStored | BlockRemoved
 
 
 class BlockPool:
-    """The pool of `blocks` blocks of `block_tokens` tokens. Not thread-safe; every method is O(blocks that it
-    names).
+    """The pool of `blocks` blocks of `block_tokens` tokens; a block is named by its index. The scheduler owns it. Not
+    thread-safe; every method is O(blocks that it names).
 
     With `record_events` the owner must take the events regularly (`take_events`).
     """
@@ -54,6 +57,7 @@ class BlockPool:
 
     @property
     def held(self) -> int:
+        """The number of blocks that sequences hold."""
         return self.blocks - self.available
 
     @property
@@ -66,13 +70,16 @@ class BlockPool:
         return list(self._block_of)
 
     def is_cached(self, block_hash: int) -> bool:
+        """Return true if a block with this hash is here, held or not."""
         return block_hash in self._block_of
 
     def blocks_for(self, tokens: int) -> int:
+        """Return the number of blocks that so many tokens need."""
         return -(-tokens // self.block_tokens)
 
     def match_prefix(self, hashes: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest cached prefix of `hashes`, without taking them."""
+        """Return the blocks of the longest cached prefix of `hashes` (a prompt's blocks in order), without taking
+        them."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -82,7 +89,8 @@ class BlockPool:
         return found
 
     def take(self, count: int, hashes: Sequence[int] = ()) -> tuple[list[int], int] | None:
-        """Take `count` blocks for a new sequence, beginning with the cached prefix of `hashes`.
+        """Take `count` blocks for a sequence, beginning with the cached prefix of `hashes`; each is held until
+        `release`.
 
         Return (table, number of them from the cache), or None, with nothing taken, when memory is short.
         """
@@ -98,8 +106,8 @@ class BlockPool:
         return table, len(shared)
 
     def commit(self, block: int, block_hash: int, parent: int, tokens: Sequence[int] = ()) -> None:
-        """Name a held block that is now full: it has the prefix `block_hash`. A second copy of a known prefix stays
-        without a name."""
+        """Give a held block, which is now full, its name for the cache: it ends the prefix `block_hash`. A second copy
+        of a known prefix stays without a name."""
         assert self._references[block] > 0, f"commit of block {block}, which is not held"
         if block_hash in self._block_of or block in self._hash_of:
             return
@@ -109,7 +117,8 @@ class BlockPool:
             self._events.append(BlockStored(block_hash, parent, tuple(tokens)))
 
     def release(self, table: Sequence[int]) -> None:
-        """Give back one hold on each block. The end of a prefix is reclaimed before its beginning."""
+        """Give back one hold on each block of `table`. A block without holds is then cached, if it has a name, else
+        free. The end of a prefix is reclaimed before its beginning."""
         for block in reversed(table):
             assert self._references[block] > 0, f"release of block {block}, which is not held"
             self._references[block] -= 1

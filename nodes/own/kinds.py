@@ -32,7 +32,8 @@ TIMING = {
 
 
 def settings(name: str, options: Mapping[str, Any], arguments: Sequence[str]) -> EngineConfig:
-    """Return the settings of the engine `name`; missing options have their defaults."""
+    """Return the settings of the engine `name` from the node's options by name; missing ones have their defaults.
+    `arguments` is empty for these engines. ConfigError for an invalid value."""
     timing = timing_named(options["sim_timing"])
     changes = {part: options[option] for part, option in TIMING.items() if options.get(option) is not None}
     return EngineConfig(
@@ -52,7 +53,8 @@ def settings(name: str, options: Mapping[str, Any], arguments: Sequence[str]) ->
 
 @contextmanager
 def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opened]:
-    """Load one engine for each rank."""
+    """Load one engine for each rank of the node, and close them at the end of the `with`. Errors as in
+    `factory.build_engine`."""
     engines: list[Engine] = []
     try:
         for _ in config.dp_ranks:
@@ -65,7 +67,7 @@ def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opene
 
 
 def own_runner(config: NodeConfig, dp_rank: int, engine: Engine) -> OwnRunner:
-    """Return the runner of one rank, over `engine`."""
+    """Return the runner of one rank, over `engine`. Only ranks that compute prompts publish their prefix caches."""
     spec = engine.spec
     keeps_prefixes = config.role != "decode"
     pool = BlockPool(spec.blocks, spec.block_tokens, record_events=keeps_prefixes)

@@ -21,6 +21,9 @@ Frames = tuple[bytes, bytes, bytes]
 
 
 class KvEventLog:
+    """The event stream of one rank: it makes the messages and numbers them. The rank's runner owns it and gives the
+    messages to the link."""
+
     def __init__(self, instance: str, dp_rank: int, block_tokens: int) -> None:
         self._topic = topics.for_rank(topics.KV, instance, dp_rank)
         self._dp_rank = dp_rank
@@ -28,7 +31,7 @@ class KvEventLog:
         self._seq = 0
 
     def messages(self, events: Sequence[KvEvent], ts: float) -> list[Frames]:
-        """Return the frames that publish `events` (`BlockPool.take_events`), at `ts` seconds since 1970."""
+        """Return the messages that publish `events` (from `BlockPool.take_events`), made at `ts` seconds since 1970."""
         found = []
         for at in range(0, len(events), MAX_BLOCKS):
             maps = self._merged(events[at : at + MAX_BLOCKS])
@@ -37,7 +40,8 @@ class KvEventLog:
         return found
 
     def restated(self, names: Sequence[int], ts: float) -> Frames:
-        """Return the frames that publish again at most MAX_BLOCKS cached blocks: names alone."""
+        """Return one message that publishes again that these blocks (MAX_BLOCKS at most) are cached: their hashes,
+        without tokens. `ts` is as in `messages`."""
         event = {
             "type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None, "token_ids": [],
             "block_size": self._block_tokens, "lora_id": None, "medium": "GPU",

@@ -1,6 +1,7 @@
 """Our own runner: continuous batching over paged KV memory, KV caches fetched over the bus, engines of ours.
 
-This module connects these parts. The scheduler decides which sequences run, the receiver what to fetch next.
+This module connects these parts. The scheduler decides which sequences (the legs that this rank runs) take part in a
+step, the receiver what to fetch next.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ log = get_logger("node")
 
 
 def facts_of(spec: EngineSpec, max_running: int) -> RankFacts:
+    """Return the description of a rank that runs an engine with this `spec`."""
     return RankFacts(
         model=spec.model,
         max_context=spec.max_context,
@@ -51,7 +53,8 @@ def facts_of(spec: EngineSpec, max_running: int) -> RankFacts:
 
 
 class OwnRunner:
-    """The runner of one rank. `kv_events` turns changes of the prefix cache into messages, where they are published."""
+    """The runner of one rank, on the link's thread; its methods are those of `nodes.link.runner.BlockRunner`.
+    `kv_events` turns changes of the prefix cache into messages; None: they are not published."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler, kv_events: KvEventLog | None = None) -> None:
         self.engine = engine
@@ -145,7 +148,7 @@ class OwnRunner:
             self._emit(CacheChanged(self._kv_events.messages(events, time.time())))
 
     def restate_cache(self) -> None:
-        """Publish the whole cache again, a message a tick: a controller does not know it."""
+        """Publish the whole cache again, MAX_BLOCKS blocks with each tick: a controller does not know it."""
         if self._kv_events is not None:
             self._restating = deque(self.scheduler.pool.names()[:MAX_RESTATED])
 

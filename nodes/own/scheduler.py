@@ -1,13 +1,14 @@
-"""Continuous batching of sequences over one engine: which sequences run, which wait, and which blocks they hold.
+"""Continuous batching of sequences (one for each leg of a request) over one engine: which sequences run, which wait,
+and which blocks they hold.
 
 Pure: no clock, sockets, messages or KV bytes. The same code runs in a node and, in virtual time, in the trace lab.
 There a prompt may be a `range` (ids that do not matter) with its block hashes given.
 
-Admission is strict first come, first served within a priority, by free run slots and KV blocks. A sequence reserves
-all blocks it can ever need (prompt and output) when it is admitted: memory is used less tightly than with growth and
-preemption, but an admitted sequence always finishes and nothing is ever computed twice. A step takes one token of
-every decoding sequence, then prompt tokens in order of admission up to `chunk_tokens` in all (chunked prefill).
-Several clients take turns in both, and none takes all (`nodes.own.admission`).
+Admission is strict first come, first served within a priority, by free run slots and KV blocks. A sequence reserves all
+blocks it can ever need (prompt and output) when it is admitted: memory is used less tightly than with growth and
+preemption, but an admitted sequence always finishes and nothing is ever computed twice. A step takes one token of every
+decoding sequence, then prompt tokens in order of admission up to `chunk_tokens` in all (chunked prefill). Several
+clients take turns in both, and none takes all (`nodes.own.admission`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
 
 
 class Scheduler:
-    """The scheduler of one rank. Calls may come in any order; `plan` and `complete` alternate. The module's
-    docstring has the rules."""
+    """The scheduler of one rank; a sequence is named by its id. Calls may come in any order; `plan` and `complete`
+    alternate. The module's docstring has the rules. `step` counts steps; the totals are counted since the start."""
 
     def __init__(self, pool: BlockPool, *, max_running: int, chunk_tokens: int) -> None:
         self.pool = pool
@@ -51,10 +52,12 @@ class Scheduler:
 
     @property
     def running(self) -> int:
+        """The number of sequences that hold a run slot."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
+        """The number of sequences that wait for a slot, or are parked."""
         return len(self._sequences) - len(self._running) - self._held
 
     @property
@@ -69,6 +72,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """True while a step is computed: between `plan` and `complete`."""
         return bool(self._in_step)
 
     def __len__(self) -> int:
@@ -84,7 +88,8 @@ class Scheduler:
     # --- sequences come and go ----------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, *, parked: bool = False) -> None:
-        """Queue it, or park it until `unpark`. ValueError when it could never be admitted."""
+        """Queue a new sequence, or park it until `unpark`. ValueError when it could never be admitted: it is too long
+        for the KV memory, empty, or known already."""
         if self.pool.blocks_for(sequence.reserve_tokens) > self.pool.blocks:
             raise ValueError(f"{sequence.reserve_tokens} tokens exceed the KV capacity")
         if sequence.id in self._sequences or not len(sequence.prompt) or sequence.max_tokens < 1:
@@ -101,19 +106,22 @@ class Scheduler:
             self.unpark(sequence.id)
 
     def unpark(self, seq: int) -> None:
+        """Queue a parked sequence."""
         sequence = self._sequences[seq]
         assert sequence.phase is Phase.PARKED, sequence
         sequence.phase = Phase.WAITING
         self._queue.add(sequence)
 
     def take_admitted(self) -> list[Sequence]:
-        """Return the imported sequences admitted since the last call: fill their `table`, then call `start`."""
+        """Admit what there is space for, and return the imported sequences admitted since the last call: the caller
+        fills their `table` with KV, then calls `start`."""
         self._admit()
         admitted, self._admitted = self._admitted, []
         return [s for s in admitted if s.phase is Phase.FETCHING]
 
     def start(self, seq: int, first_token: int) -> None:
-        """Decode on from `first_token`, which is not reported again: the prompt's KV is in `table`."""
+        """Let an imported sequence decode, because its prompt's KV is in `table` now. Its output goes on from
+        `first_token`, which is not reported again."""
         sequence = self._sequences[seq]
         assert sequence.phase is Phase.FETCHING, sequence
         self._hold(sequence, len(sequence.prompt))
@@ -138,7 +146,8 @@ class Scheduler:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Return the next step; None when there is nothing to compute or a step is running."""
+        """Admit what there is space for and return the next step, for the engine; None when there is nothing to compute
+        or a step is running."""
         if self._in_step:
             return None
         self._admit()
@@ -172,7 +181,8 @@ class Scheduler:
 
     def complete(self, result: StepResult) -> list[Sequence]:
         """Account for the step that ran. Return the sequences that are still wanted and have one more token in their
-        `output`, or whose `finish` is `failed`, in the order of the plan's rows."""
+        `output`, or whose `finish` is `failed`, in the order of the plan's rows. A sequence with a `finish` is removed;
+        one with `hold` keeps its KV until `release`."""
         tokens, logprobs = dict(result.tokens), dict(result.logprobs)
         stepped, self._in_step = self._in_step, []
         self.step += 1

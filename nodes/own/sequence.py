@@ -11,6 +11,8 @@ from nodes.link.leg import Leg
 
 
 class Phase(enum.Enum):
+    """The phase of a sequence at its scheduler. Imported ones fetch instead of computing their prompt."""
+
     PARKED = "parked"  # ingested, not ready to be admitted (its KV cache is not located yet)
     WAITING = "waiting"  # for a slot and blocks
     FETCHING = "fetching"  # admitted; its prompt's KV cache is being copied in
@@ -25,9 +27,10 @@ SLOT_PHASES = frozenset({Phase.FETCHING, Phase.PROMPT, Phase.DECODING})
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One leg's computation. `imported`: the prompt's KV comes from elsewhere. `hold`: stop after the prompt's token
-    and keep the KV. `offset` is the output index of the first token produced here. `hashes`: None to compute them.
-    `leg`: the link's leg; None in the lab."""
+    """One leg's computation: first what the runner asks for, then what scheduler and receiver keep of it. `imported`:
+    the prompt's KV comes from elsewhere. `hold`: stop after the prompt's token and keep the KV. `offset` is the output
+    index of the first token produced here. `hashes`: those of the prompt's blocks; None: compute them. `leg`: the
+    link's leg; None in the lab."""
 
     id: int
     prompt: Seq[int]

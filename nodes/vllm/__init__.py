@@ -1,5 +1,6 @@
-"""vLLM behind the bus: a runner over its `AsyncLLM`, and the care that a node process must take around it.
+"""vLLM behind the bus: a runner (what runs a rank's legs) over its `AsyncLLM`, and the care that a node process must
+take around it.
 
-`python -m nodes.prefill|decode|unified --engine vllm --model PATH -- <vLLM's own arguments>`. Only `versions`
-imports vLLM; the runner works with anything that generates as vLLM's `EngineClient` does.
+`python -m nodes.prefill|decode|unified --engine vllm --model PATH -- <vLLM's own arguments>`. Only `versions` imports
+vLLM; the runner works with anything that generates as vLLM's `EngineClient` does.
 """

@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 def claim_cores(folder: Path) -> list[int]:
-    """Claim half of the cores that we may use, and return it: the half that the fewest engines of this machine have
-    claimed. The lock files stay locked while this process lives. Engines with threads on all cores would wait for
-    each other at each step; engines that share a half take turns."""
+    """Claim half of the cores that we may use, and return their numbers: the half that the fewest engines of this
+    machine have claimed, by lock files in `folder`. The files stay locked while this process lives. Engines with
+    threads on all cores would wait for each other at each step; engines that share a half take turns."""
     cores = sorted(os.sched_getaffinity(0))
     folder.mkdir(parents=True, exist_ok=True)
     half = max(1, len(cores) // 2)
@@ -29,11 +29,12 @@ def claim_cores(folder: Path) -> list[int]:
 
 
 def keep_to(cores: Sequence[int], processes: Iterable[int]) -> None:
-    """Move every thread of `processes` to `cores`; a thread that already runs on a part of them only stays there.
+    """Move every thread of these processes (by pid) to `cores`; a thread that already runs on a part of them only stays
+    there. Without cores it does nothing.
 
-    vLLM pins the main thread of each worker to the machine's last core for its KV transfers, computes on it, and
-    starts NIXL's threads there, one of which never sleeps. A starting engine was seen to get a hundredth of that
-    core beside the threads of another engine. So this is used during its start, too.
+    vLLM pins the main thread of each worker to the machine's last core for its KV transfers, computes on it, and starts
+    NIXL's threads there, one of which never sleeps. A starting engine was seen to get a hundredth of that core beside
+    the threads of another engine. So this is used during its start, too.
     """
     kept = set(cores)
     for pid in processes if kept else ():

@@ -19,8 +19,8 @@ from bus.errors import StartError
 
 @contextmanager
 def alone_on(folder: Path, devices: Sequence[str], wait_s: float, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Hold the locks of `devices`, taken in the same order by all engines. `on_wait` is called when another engine
-    has one; StartError after waiting `wait_s` seconds."""
+    """Hold the locks of `devices` during the `with`; all engines take them in the same order. It blocks while another
+    engine has one, after a call of `on_wait` with that device; StartError after waiting `wait_s` seconds for one."""
     with ExitStack() as held:
         for device in sorted(set(devices)):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""The engine and its thread: an asyncio loop on which vLLM's front end lives, apart from the link's loop."""
+"""The engine and its thread: an asyncio loop on which vLLM's front end lives, apart from the loop of the node's
+sockets."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ C = TypeVar("C")
 
 class EngineThread(Generic[C]):
     """An engine on its thread: `with EngineThread(build, close) as engine:`; `build` makes the client on the thread,
-    `close` ends it there. `engine.client` is there on entry, which may take minutes; an exception of `build` is
-    raised there, and `meanwhile` is called until then, each MEANWHILE_S."""
+    `close` ends it there. Entering blocks until `engine.client` is there, which may take minutes; an exception of
+    `build` is raised there, and `meanwhile` is called until then, each MEANWHILE_S."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class EngineThread(Generic[C]):
         self._thread.join()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` on the thread, soon."""
+        """Run `function` on the thread, soon; this returns at once. Any thread may call it."""
         self._loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:

@@ -26,8 +26,9 @@ Frames = tuple[bytes, bytes, bytes]
 
 
 class EventRelay:
-    """The relay of one rank. Call `received` for each message of the engine's stream, and `tick` 20 times a second;
-    it calls `publish` with the frames."""
+    """The relay of one rank, on the link's thread. Call `received` for each message of the engine's stream, and `tick`
+    20 times a second; it calls `publish` with the frames. `counts` has what was left out, by the names of
+    `bus.wire.kv_events.LEFT_OUT`."""
 
     def __init__(self, instance: str, dp_rank: int, publish: Callable[[Sequence[Frames]], None]) -> None:
         self.counts: Counter[str] = Counter()
@@ -42,6 +43,7 @@ class EventRelay:
         self._restating: deque[Hash] = deque()  # the engine's hashes of blocks that had names when `restate` was called
 
     def received(self, frames: Sequence[bytes]) -> None:
+        """Take in one message of the engine, and publish its events in our form at once."""
         maps: list[dict[str, Any]] = []
         try:
             number, payload = split_frames(frames)
@@ -59,10 +61,11 @@ class EventRelay:
             left_out = {}
 
     def restate(self) -> None:
-        """Publish again what is cached, a message a tick: a controller does not know it."""
+        """Begin to publish again what is cached, MAX_BLOCKS blocks with each tick: a controller does not know it."""
         self._restating = deque(self._names.known()[-MAX_RESTATED:])
 
     def tick(self) -> None:
+        """Publish the next part of what `restate` began, if there is any."""
         some = [self._restating.popleft() for _ in range(min(MAX_BLOCKS, len(self._restating)))]
         names = [name for theirs in some if (name := self._names.name(theirs)) is not None]
         if names:

@@ -15,8 +15,9 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
 
 def fingerprint(model: str, config: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits. For weights on this machine, names, sizes, first and last bytes count: they hold
-    the tensors' layout and some values. For others, the name counts, and the revision of the configuration."""
+    """Return 16 hexadecimal digits that differ for different models. `model` is a folder or a name, `config` its
+    configuration. For weights on this machine, names, sizes, first and last bytes count: they hold the tensors' layout
+    and some values. For others, the name counts, and the revision of the configuration."""
     found = blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8)
     folder = Path(model)
     if not folder.is_dir():

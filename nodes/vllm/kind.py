@@ -22,12 +22,14 @@ class VllmConfig:
 
 
 def settings(options: Mapping[str, Any], arguments: Sequence[str]) -> VllmConfig:
+    """Return the settings from the node's options and the arguments after `--`; vLLM checks them when it is opened."""
     return VllmConfig(options["model"], tuple(arguments))
 
 
 @contextmanager
 def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opened]:
-    """Load one engine for all ranks. It logs its own progress."""
+    """Load one engine for all ranks, and end it at the end of the `with`. It logs its own progress. ConfigError or
+    StartError when that cannot begin."""
     from nodes.vllm import main
     from nodes.vllm.metrics import figures_of_vllm
 
@@ -37,7 +39,8 @@ def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opene
 
 
 def prepare(model: str, progress: Progress) -> None:
-    """Check that vLLM is installed, and make our model's files in its form."""
+    """Check that vLLM is installed, and make our model's files in its form if they are missing. ConfigError for what is
+    not installed."""
     from nodes.vllm.smollm2 import hugging_face
     from nodes.vllm.versions import check_installed
 

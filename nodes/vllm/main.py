@@ -1,6 +1,5 @@
-"""A node over vLLM: the engine's choices, its processes, and the runners of its ranks; the rest is as in any other
-node.
-"""
+"""A node over vLLM: the engine's choices, its processes, and the runners of its ranks. The rest is as in any other
+node."""
 
 from __future__ import annotations
 
@@ -66,9 +65,9 @@ def _opened(
 
 
 def event_sockets(sockets: Sockets, count: int) -> tuple[int, list[Socket]]:
-    """Return the first of `count` ports in a row, and the sockets bound there. vLLM's publishers of KV events
-    connect to them, one for each rank; they bind only where the endpoint is a wildcard. The ports are bound before
-    the engine loads, so that no other engine gets them."""
+    """Return the first of `count` ports in a row, and the sockets bound there; 0 and none for a count of 0. vLLM's
+    publishers of KV events connect to them, one for each rank; they bind only where the endpoint is a wildcard. The
+    ports are bound before the engine loads, so that no other engine gets them."""
     while count:
         first = free_ports(LOOPBACK, count)
         found: list[Socket] = []
@@ -132,6 +131,8 @@ def _engine(
 
 
 def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
+    """Return the description of a rank that runs this engine. A KV cache handed over needs a heartbeat of its lease,
+    and 2 s, left."""
     known = tuple(name for name in KNOWN if not (facts.speculates and name in NOT_SPECULATING))
     return RankFacts(
         model=facts.model,
@@ -165,8 +166,9 @@ def _choices(config: NodeConfig, events_port: int) -> versions.Choices:
 
 
 def side_ports(host: str, count: int) -> int:
-    """Return the first of `count` ports that no other engine uses. If a port is taken when vLLM binds it, a minute
-    later, its core waits without end. ConfigError for a port that the environment names and that is taken now."""
+    """Return the first of `count` ports for the engine's KV transfers that no other engine uses; they are reserved from
+    now on. If a port is taken when vLLM binds it, a minute later, its core waits without end. ConfigError for a port
+    that the environment names and that is taken now."""
     given = os.environ.get(versions.SIDE_PORT)
     if given is None:
         while True:
@@ -202,7 +204,7 @@ def log_loaded(facts: versions.Facts) -> None:
 
 
 def keep_stdout() -> None:
-    """Keep stdout for the READY line: a launcher reads no further. What vLLM's processes print goes to stderr, where
-    logs go."""
+    """Keep stdout for the READY line, which a launcher reads and nothing else: what vLLM's processes print goes to
+    stderr from now on, where logs go."""
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -11,7 +11,8 @@ from bus.runtime.metrics import Metric, Sample
 
 
 def figures_of_vllm() -> Iterator[Metric]:
-    """Return the metrics without histograms, which are many and have other buckets than ours."""
+    """Give the metrics of the engine in this process, by vLLM's own names, without histograms, which are many and have
+    other buckets than ours."""
     for family in REGISTRY.collect():
         if family.name.startswith("vllm:") and family.type in ("counter", "gauge"):
             kind: Literal["counter", "gauge"] = "counter" if family.type == "counter" else "gauge"

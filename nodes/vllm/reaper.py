@@ -41,7 +41,7 @@ class Reaper:
         os.environ[MARK] = mark  # from now on: not for the reaper itself
 
     def processes(self) -> list[int]:
-        """Return the processes that were started since."""
+        """Return the pids of the processes that were started since, and live."""
         return marked(self._mark)
 
     def __enter__(self) -> Reaper:
@@ -56,8 +56,8 @@ class Reaper:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes that carry `mark`, except resource trackers. Those of other users cannot be read, and are
-    not ours."""
+    """Return the pids of the processes that carry `mark`, except resource trackers. Those of other users cannot be
+    read, and are not ours."""
     found = []
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
@@ -72,7 +72,8 @@ def marked(mark: str) -> list[int]:
 
 
 def kill_all(mark: str) -> None:
-    """Kill until two searches in a row find none: a process that was just forked may be missed by the first.
+    """Kill every process with `mark`, until two searches in a row find none (a process that was just forked may be
+    missed by the first), or 30 s have passed. It blocks.
 
     The killed processes may end on any core. One that was kept to a core beside another engine's busy threads
     (nodes/vllm/cpus.py) was seen to stay there for minutes, killed, and to end at once on another.

@@ -1,7 +1,8 @@
-"""vLLM as a runner: a leg becomes a request of an `EngineClient`, whose outputs become events.
+"""vLLM as a runner: a leg (what a rank runs of a request) becomes a request of an `EngineClient`, whose outputs become
+events.
 
-`VllmRunner` lives on the link's thread; its requests run on the engine's thread, as one asyncio task a leg. This
-module owns the way between the two threads and the safety of a hand-over; it starts no engine and imports no vLLM.
+`VllmRunner` lives on the link's thread; its requests run on the engine's thread, as one asyncio task a leg. This module
+owns the way between the two threads and the safety of a hand-over; it starts no engine and imports no vLLM.
 
 A prompt's KV cache is kept for a lease. After that the memory may hold another prompt's cache, and a fetch gives no
 error. So the end of the lease is counted from the moment at which the prefill engine ended the request, and a decode
@@ -51,7 +52,8 @@ OnThread = Callable[[Callable[[], None]], None]
 
 
 class Client(Protocol):
-    """The part of vLLM's `EngineClient` that is used."""
+    """The part of vLLM's `EngineClient` that is used: `generate` gives a request's outputs, `errored` is true when the
+    engine is dead."""
 
     @property
     def errored(self) -> bool: ...
@@ -61,9 +63,10 @@ class Client(Protocol):
 
 
 class VllmRunner(ThreadedRunner):
-    """The runner of one rank. `on_engine` and `on_link` run a function on the one thread and on the other;
-    `sampling` and `prompt` make vLLM's arguments; `name` is unique among all starts of all ranks; `options` go with
-    each request."""
+    """The runner of one rank; its methods are those of `nodes.link.runner.Runner`. `on_engine` and `on_link` run a
+    function on the one thread and on the other; `sampling` and `prompt` make vLLM's arguments; `lease_s` is how long a
+    KV cache is kept; `name` is unique among all starts of all ranks; `options` go with each request, and its priority
+    if `prioritised`."""
 
     def __init__(
         self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any],
@@ -117,7 +120,7 @@ class VllmRunner(ThreadedRunner):
                 self._die("vLLM's engine core is gone")
 
     def cache_changed(self, messages: Sequence[tuple[bytes, bytes, bytes]]) -> None:
-        """Publish KV-cache events of the engine."""
+        """Publish KV-cache events of the engine; its EventRelay calls it, on the link's thread."""
         self._emit(CacheChanged(messages))
 
     def restate_cache(self) -> None:
@@ -145,7 +148,8 @@ class VllmRunner(ThreadedRunner):
     # --- the engine's thread --------------------------------------------------------------------------------------
 
     def stepped(self, kv_usage: float) -> None:
-        """Count a step of the engine; `kv_usage`: the part of its KV memory that is in use."""
+        """Count a step of the engine, on the engine's thread, and report the load now and then. `kv_usage`: the part of
+        its KV memory that is in use, 0 to 1."""
         self._steps += 1
         now = self._clock()
         if kv_usage == self._kv_usage and now - self._load_sent_at < LOAD_INTERVAL_S:

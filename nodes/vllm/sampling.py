@@ -26,8 +26,8 @@ HAND_OVER = {
 
 def arguments(leg: Leg, handle: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return keyword arguments for `SamplingParams`; Refusal for what this leg cannot honour. `handle` is from the
-    prefill engine. The stop ids are all in `leg.stop_ids`, so vLLM need not know the model's own; structured outputs
-    stay arguments of `StructuredOutputsParams`, under their own names."""
+    prefill engine (None: the prompt is computed here). The stop ids are all in `leg.stop_ids`, so vLLM need not know
+    the model's own; structured outputs stay arguments of `StructuredOutputsParams`, under their own names."""
     if leg.role == "prefill":
         extra = {"kv_transfer_params": dict(HAND_OVER)}
         return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}

@@ -25,7 +25,8 @@ CONVERTER = 1  # part of the cache's name: raise it when the files written here 
 
 
 def hugging_face(progress: Progress = no_progress) -> Path:
-    """Return the directory; ConfigError when the model's package is missing."""
+    """Return the directory; the first call on a machine makes it, and blocks for some seconds. ConfigError when the
+    model's package is missing."""
     ours = smollm2.converted(progress)
     return made_once(f"{ours.name}-hf{CONVERTER}", partial(_convert, ours), progress)
 

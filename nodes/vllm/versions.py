@@ -37,8 +37,9 @@ SEVERAL_PROCESSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The node's choices for an engine: its `ranks`, the address of its side channel for KV caches, the first port
-    for KV events (0: none wanted), and for how long a KV cache is kept."""
+    """The node's choices for an engine: its `ranks`, the name of this start of it, host and first port of its side
+    channel for KV caches, the first port for KV events (0: none wanted), and for how many seconds a KV cache is kept.
+    """
 
     role: Role
     ranks: int
@@ -51,7 +52,8 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts of a loaded engine; `kv_capacity` is that of one of its ranks."""
+    """The facts of a loaded engine, in tokens; `kv_capacity` is that of one of its ranks. `connector` is the name of
+    its KV connector, empty: none."""
 
     model: str
     max_context: int
@@ -71,7 +73,8 @@ class Facts:
 
 
 def check_installed(split: bool) -> None:
-    """ConfigError with the command that installs what is missing or too old; this imports nothing."""
+    """Raise ConfigError, with the command to run, where vLLM (and, if the role is `split`, NIXL) is missing or too old.
+    It imports neither."""
     for package in ("vllm", "nixl") if split else ("vllm",):
         if find_spec(package) is None:
             raise ConfigError(f"--engine vllm needs the Python package {package!r}; run: {INSTALL}")
@@ -106,7 +109,7 @@ def as_known() -> Iterator[None]:
 
 @as_known()
 def check_requests() -> None:
-    """Check that requests can be made; StartError now rather than when the first one comes."""
+    """Check that requests can be made with this vLLM; StartError now rather than when the first one comes."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     prompt([1])
@@ -123,6 +126,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def on_cpu() -> bool:
+    """Return true if vLLM computes on the CPU here."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
@@ -130,8 +134,8 @@ def on_cpu() -> bool:
 
 @as_known()
 def devices(args: Any) -> list[str]:
-    """Return the GPUs whose memory an engine with these arguments measures as it starts, by names that are the same
-    in all processes."""
+    """Return the GPUs whose memory an engine with these arguments measures as it starts, by names that are the same in
+    all processes; empty: none."""
     from vllm.platforms import current_platform
 
     if on_cpu() or args.kv_cache_memory_bytes is not None:
@@ -145,8 +149,8 @@ def devices(args: Any) -> list[str]:
 
 @as_known()
 def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices) -> Any:
-    """Return vLLM's `AsyncEngineArgs` of its own command line and the node's choices; `name` is the model's name
-    where vLLM's arguments give none. ConfigError in one line for what vLLM does not take."""
+    """Return vLLM's `AsyncEngineArgs` of its own command line (`arguments`) and the node's choices. `path` is the model
+    to load, `name` its name where vLLM's arguments give none. ConfigError in one line for what vLLM does not take."""
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -192,7 +196,7 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
 
 
 def check_one_process(given: Any) -> None:
-    """ConfigError where vLLM's arguments couple this engine with those of other processes: they connect once, as
+    """Raise ConfigError where vLLM's arguments couple this engine with those of other processes: they connect once, as
     they start, and one that is restarted alone would never join them."""
     for name in SEVERAL_PROCESSES:
         value = getattr(given, name, None)
@@ -212,7 +216,7 @@ def usage_context() -> Any:
 
 
 def environment(choices: Choices) -> dict[str, str]:
-    """Return the variables that must be set before vLLM is imported."""
+    """Return the variables, with their values, that must be set before vLLM is imported."""
     return {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and sockets
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -229,8 +233,8 @@ def cpu_environment(cores: Sequence[int], ranks: int) -> dict[str, str]:
 
 
 async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
-    """Return an `AsyncLLM`, loaded. `stepped(rank, kv_usage)` is called on its thread after each step. StartError
-    when it does not start."""
+    """Return an `AsyncLLM`, loaded; it runs on the calling thread's asyncio loop, which it blocks for minutes.
+    `stepped(rank, kv_usage)` is called on that thread after each step. StartError when it does not start."""
     with as_known():
         usage_context()
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -254,6 +258,8 @@ async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
 
 @as_known()
 def facts_of(client: Any) -> Facts:
+    """Return what the node must know of the loaded engine `client`. ConfigError where the model's name is too long,
+    StartError as for `as_known`."""
     config = client.vllm_config
     model, cache, transfer = config.model_config, config.cache_config, config.kv_transfer_config
     served = model.served_model_name if isinstance(model.served_model_name, str) else model.served_model_name[0]
@@ -322,20 +328,20 @@ def _exchange_factors(config: Any) -> tuple[str, ...]:
 
 
 def lease_s(client: Any) -> float:
-    """Return for how long a prefill engine keeps a KV cache that is not renewed, in seconds."""
+    """Return for how long a prefill engine keeps a KV cache that is not renewed, in seconds; 0 without KV transfer."""
     transfer = client.vllm_config.kv_transfer_config
     return float(transfer.kv_connector_extra_config["kv_lease_duration"]) if transfer is not None else 0.0
 
 
 def prompt(ids: list[int]) -> Any:
-    """Return token ids in the form for `generate`."""
+    """Return token ids in the form that vLLM's `generate` takes."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(ids)
 
 
 def sampling(**arguments: Any) -> Any:
-    """Return `SamplingParams`, with no more output objects than there are new tokens."""
+    """Return vLLM's `SamplingParams` of these arguments, set so that each output has the new tokens only."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 

@@ -32,6 +32,7 @@ class EngineSpec:
 
     @property
     def kv_capacity(self) -> int:
+        """The tokens that fit into the KV memory."""
         return self.blocks * self.block_tokens
 
 
@@ -54,15 +55,17 @@ class Row(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """The rows that one step computes; `number` comes back with its result."""
+
     number: int
     rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step: the next token of each row that asked for one, and its log probabilities where its
-    `params` want them. With `error`, the whole step failed and no token counts. Sequences in `damaged` have no
-    token: their logits are not numbers."""
+    """The result of a step: the next token of each row that asked for one, and its log probabilities where its `params`
+    want them. With `error`, the whole step failed and no token counts. Sequences in `damaged` have no token: their
+    logits are not numbers."""
 
     number: int
     tokens: tuple[tuple[int, int], ...]  # (seq, token id)
@@ -73,7 +76,8 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """An engine. All methods are called on the loop's thread; none blocks for a forward step."""
+    """An engine: it computes the steps that the scheduler plans, in KV memory of its own. All methods are called on the
+    loop's thread; none blocks for a forward step."""
 
     spec: EngineSpec
 
@@ -84,7 +88,7 @@ class Engine(Protocol):
         """Return the block's `block_bytes` bytes, without a copy where possible; stable until the block is reused."""
 
     def import_block(self, block: int, data: memoryview | bytes) -> None:
-        """Fill a block that no running row uses. ValueError if the size is wrong."""
+        """Fill a block that no running row uses with bytes exported elsewhere. ValueError if the size is wrong."""
 
     def close(self) -> None:
-        """Stop the worker; idempotent."""
+        """Stop the worker; a result that is still to come may be lost. Idempotent."""

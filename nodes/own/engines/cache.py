@@ -21,11 +21,12 @@ Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 
 
 def no_progress(what: str, fraction: float) -> None:
-    """Ignore the progress."""
+    """Ignore the progress: the default where nothing shows it."""
 
 
 def cache_root() -> Path:
-    """Return `$PDBUS_CACHE`, else `$XDG_CACHE_HOME/pdbus`, else `~/.cache/pdbus`."""
+    """Return the directory of cached files: `$PDBUS_CACHE`, else `$XDG_CACHE_HOME/pdbus`, else `~/.cache/pdbus`. It may
+    not exist yet."""
     if chosen := os.environ.get("PDBUS_CACHE"):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -34,11 +35,11 @@ def cache_root() -> Path:
 
 def made_once(name: str, make: Callable[[Path, Progress], None], progress: Progress = no_progress) -> Path:
     """Return the cached directory `name` (one path component). If it is missing, call `make(directory, progress)` on an
-    empty directory, then give it that name.
+    empty directory, then give it that name. It blocks meanwhile.
 
-    Other processes that want it wait for the one that makes it, and report its progress (from the lock file). A
-    process that dies leaves no incomplete directory. Raises ConfigError for any
-    OSError, also one of `make`; other errors of `make` pass.
+    Other processes that want it wait for the one that makes it, and report its progress (from the lock file). A process
+    that dies leaves no incomplete directory. ConfigError for any OSError, also one of `make`; other errors of `make`
+    pass.
     """
     target = cache_root() / name
     if target.is_dir():

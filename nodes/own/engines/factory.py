@@ -1,6 +1,5 @@
-"""Engines from settings. This module owns defaults and checks; it imports torch or numpy only when their engine is
-asked for.
-"""
+"""Our engines (torch, numpy, sim) from their settings. This module owns defaults and checks; it imports torch or numpy
+only when their engine is asked for."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ LLAMA_KV_TOKENS = 8192  # for smollm2 377 MB, taken as it is written
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings of one rank's engine; a size of 0 means the model's default. The last five are for sim only,
-    except `faults`, which tests may set for the other engines too."""
+    """The settings of one rank's engine; ConfigError for an invalid one. A size of 0 means the model's default. The
+    last four are for sim only, except `faults`, which tests may set for the other engines too."""
 
     engine: str = "torch"  # torch, numpy or sim
     model: str = "smollm2"  # its name
@@ -56,13 +55,13 @@ class EngineConfig:
             raise ConfigError(f"the sim vocabulary must have more than its 3 special tokens, not {self.vocab_size}")
 
     def blocks(self, default_kv_tokens: int) -> int:
-        """Return the number of KV blocks of the rank."""
+        """Return the number of KV blocks of the rank; `default_kv_tokens` counts where `kv_tokens` is 0."""
         return (self.kv_tokens or default_kv_tokens) // self.block_tokens
 
 
 def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
-    """Make what ranks need once on a machine; at once where it exists. Errors as in `build_engine`, but before torch
-    is imported."""
+    """Make what ranks need once on a machine before they load `model` (a converted copy of its weights); return at once
+    where it exists. Errors as in `build_engine`, but before torch is imported."""
     if engine == "sim":
         return
     check_installed(f"the {engine} engine", *(("torch",) if engine == "torch" else ()), "numpy", "safetensors")
@@ -77,7 +76,7 @@ def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
 
 def load_llama(engine: str, model: str, progress: Progress = no_progress) -> tuple[Any, type[LlamaEngine]]:
     """Return the model, loaded for the calling thread, and the class of engines that run it; `engine` is torch or
-    numpy. Errors as in `build_engine`."""
+    numpy. It blocks for seconds. Errors as in `build_engine`."""
     prepare(engine, model, progress)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # several ranks share a machine's cores
     with needed_by(f"the {engine} engine"):
@@ -101,7 +100,8 @@ def default_engine() -> str:
 
 
 def build_engine(config: EngineConfig, loop: Loop, progress: Progress = no_progress) -> Engine:
-    """Return the engine that `config` asks for, loaded and ready. `progress` is called while a model loads.
+    """Return the engine that `config` asks for, loaded and ready; it blocks meanwhile, and calls `progress`. Its
+    results come on the thread of `loop`.
 
     ConfigError, in one line, when the model is unknown, a size does not fit it, or a package is missing.
     """

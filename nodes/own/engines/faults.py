@@ -17,8 +17,8 @@ CRASH_EXIT_CODE = 86
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The tokens with faults: a row that feeds `fail_token` fails its step, `hang_token` hangs it without end,
-    `crash_token` kills the process."""
+    """The tokens with faults (None: none): a row that feeds `fail_token` fails its step, `hang_token` hangs it without
+    end, `crash_token` kills the process. It is true if one is set."""
 
     fail_token: int | None = None
     hang_token: int | None = None
@@ -28,7 +28,8 @@ class Faults:
         return (self.fail_token, self.hang_token, self.crash_token) != (None, None, None)
 
     def fed(self, rows: Iterable[Row]) -> str:
-        """Return "", "fail" or "hang"; it does not return on a crash token."""
+        """Return the fault that a step with these rows must have: "fail", "hang" or "" (none). On a crash token it ends
+        the process."""
         fed = {token for row in rows for token in row.tokens}
         if self.crash_token in fed:
             os._exit(CRASH_EXIT_CODE)

@@ -63,15 +63,15 @@ class Llama:
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)  # [max_context, head_dim/2]
 
     def new_pool(self, blocks: int, block_tokens: int) -> Tensor:
-        """Return a pool of zeros. Memory is only taken when a block is first written."""
+        """Return a KV pool of zeros. Memory is only taken when a block is first written."""
         c = self.config
         shape = (blocks, c.layers, 2, block_tokens, c.kv_heads, c.head_dim)
         return torch.from_numpy(numpy.zeros(shape, dtype=numpy.float32))
 
     @torch.inference_mode()
     def forward(self, pool: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Feed every row and write its K and V. Return logits [rows with params, vocab_size], in the order of
-        `rows`.
+        """Feed the tokens of every row and write their K and V into `pool`. Return logits [rows with params,
+        vocab_size], in the order of `rows`.
 
         IndexError or ValueError for a token, position or block out of range.
         """

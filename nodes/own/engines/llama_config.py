@@ -32,7 +32,7 @@ class LlamaConfig:
         return self.layers * 2 * self.kv_heads * self.head_dim * 4
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of every weight; matrices are [out, in], the norms [width].
+        """Return the shape of every weight by its name; matrices are [out, in], the norms [width].
 
         `qkv` holds the rows of q, then k, then v; `gate_up` those of the gate, then the up projection.
         """

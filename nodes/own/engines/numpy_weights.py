@@ -34,8 +34,8 @@ def _load_tiny(progress: Progress) -> NumpyLlama:
 
 
 def mapped(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
-    """Return the metadata and the arrays of a safetensors file in fp32. The arrays are mapped, and read as they are
-    used.
+    """Return the metadata and the arrays (by name) of a safetensors file in fp32. The arrays are mapped, and read as
+    they are used.
 
     safetensors itself would copy them all. ValueError for any other file.
     """
@@ -60,7 +60,8 @@ _lock = threading.Lock()
 
 
 def load_model(name: str, progress: Progress = no_progress) -> NumpyLlama:
-    """Return the model `name` (one of `factory.MODELS`), ready to run. ConfigError when its package is missing."""
+    """Return the model `name` (one of `factory.MODELS`), ready to run; it blocks while it loads. ConfigError when its
+    package is missing, StartError when its cached file cannot be read."""
     with _lock:
         if name not in _loaded:
             _loaded[name] = LOADERS[name](progress)

@@ -1,4 +1,5 @@
-"""The answer of a single process, one request and no bus: the reference for every split run."""
+"""The answer of a single process, one request and no bus: the reference with which tests and the demo compare every
+split run."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ def generate_alone(
     vocab_size: int = SIM_VOCAB_SIZE,
     progress: Progress = no_progress,
 ) -> list[int]:
-    """Return up to `max_tokens` tokens after `prompt_ids`; a stop token ends the output and is its last token.
+    """Return up to `max_tokens` tokens after `prompt_ids`, without the prompt; a stop token ends the output and is its
+    last token. It blocks while it loads and computes.
 
-    It uses the same model code and sampling as the engine, torch or numpy, on the calling thread; `vocab_size` is
-    for sim.
+    It uses the same model code and sampling as the engine, torch or numpy, on the calling thread; `vocab_size` is for
+    sim.
     """
     if engine == "sim":
         return _until_stop(sim_generate(prompt_ids, max_tokens, vocab_size), set(params.stop_token_ids))

@@ -1,9 +1,9 @@
 """The choice of a token from logits: greedy, or temperature, top-k and top-p with a draw that (seed, output index)
 fixes.
 
-The draw depends on nothing else, so the token at an output position is the same on any rank, in any batch and after
-a resume. Log probabilities are of the unchanged logits. This module must not know stop tokens or lengths: the
-scheduler decides the end.
+The draw depends on nothing else, so the token at an output position is the same on any rank, in any batch and after a
+resume. Log probabilities are of the unchanged logits. This module must not know stop tokens or lengths: the scheduler
+decides the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GREEDY_BELOW = 1e-5  # as in vLLM: logits divided by less are infinite for sever
 
 
 def draw(seed: int, output_index: int) -> float:
-    """Return a number in [0, 1) that is uniform over output indices and equal on every machine."""
+    """Return a number in [0, 1) for one output position, equal on every machine and uniform over positions."""
     digest = blake2b(pack("<QQ", seed, output_index), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
@@ -35,8 +35,8 @@ def are_numbers(logits: NDArray[numpy.float32]) -> NDArray[numpy.bool_]:
 
 
 def sample(logits: NDArray[numpy.float32], wanted: Sequence[tuple[Params, int]]) -> list[int]:
-    """Return one token for each row of `logits` [rows, vocab_size]; `wanted` holds each row's (params,
-    output_index)."""
+    """Return one token for each row of `logits` [rows, vocab_size]; `wanted` holds each row's (params, output_index).
+    Of `params`, only temperature, top_k, top_p and seed count; up to GREEDY_BELOW the temperature means greedy."""
     if not wanted:
         return []
     tokens: list[int] = numpy.argmax(logits, axis=-1).tolist()
@@ -47,8 +47,8 @@ def sample(logits: NDArray[numpy.float32], wanted: Sequence[tuple[Params, int]])
 
 
 def logprobs(logits: NDArray[numpy.float32], token: int, top: int) -> TokenLogprobs:
-    """Return the log probabilities of `token` and of the `top` most likely tokens under the unchanged `logits`
-    [vocab_size]."""
+    """Return the natural log probabilities of `token` and of the `top` most likely tokens, the likeliest first, under
+    the unchanged `logits` [vocab_size]."""
     values = logits.astype(numpy.float64) - logits.max()
     values -= numpy.log(numpy.exp(values).sum())
     ids = numpy.argsort(-values, kind="stable")[:top]

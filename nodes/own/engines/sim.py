@@ -30,7 +30,8 @@ _pack_token = Struct("<i").pack
 
 
 class Timers(Protocol):
-    """The part of a `bus.runtime.loop.Loop` that the engine needs; the replay lab passes its virtual one."""
+    """The part of a `bus.runtime.loop.Loop` that the engine needs, times in seconds; the replay lab passes its virtual
+    one."""
 
     clock: Callable[[], float]
 
@@ -38,11 +39,12 @@ class Timers(Protocol):
 
 
 def next_token(state: int, vocab_size: int) -> int:
+    """Return the token that follows a state, by the module's rule."""
     return SPECIALS + state % (vocab_size - SPECIALS)
 
 
 def feed(tokens: Iterable[int], state: int = 0) -> list[int]:
-    """Return the state after each of `tokens`."""
+    """Return the state after each of `tokens`, which follow the state `state`."""
     return [state := crc32(_pack_token(token), state) for token in tokens]
 
 
@@ -57,7 +59,8 @@ def sim_generate(prompt: Sequence[int], n: int, vocab_size: int = SIM_VOCAB_SIZE
 
 
 class SimEngine:
-    """An engine that computes at once and answers at the time of the timing model, on the loop's thread."""
+    """An engine that computes at once and answers at the time of the timing model, on the loop's thread. Its methods
+    are those of `nodes.own.engines.base.Engine`."""
 
     def __init__(
         self,

@@ -48,13 +48,16 @@ def source() -> Path:
 
 
 def converted(progress: Progress = no_progress) -> Path:
-    """Return the directory with the files named above; the first call on a machine makes it (some seconds)."""
+    """Return the directory with the files named above; the first call on a machine makes it, and blocks for some
+    seconds. ConfigError where a package is missing or the directory cannot be written."""
     gguf = source()
     name = f"smollm2-135m-instruct-v{CONVERTER}-{_fingerprint(gguf)}"
     return made_once(name, partial(_convert, gguf), progress)
 
 
 def read_config(safetensors_metadata: dict[str, str]) -> LlamaConfig:
+    """Return the model's dimensions from the metadata of its weights' file. KeyError, TypeError or ValueError if they
+    are not there."""
     fields = json.loads(safetensors_metadata["config"])
     return LlamaConfig(**{**fields, "eos_ids": tuple(fields["eos_ids"])})
 

@@ -20,8 +20,8 @@ from nodes.own.engines.base import Row
 
 @dataclass(frozen=True, slots=True)
 class SimTiming:
-    """The seconds of a step, by its content. A row that feeds one token is a decode row, a longer one a prefill
-    chunk."""
+    """The seconds of a step, as a sum over its content. A row that feeds one token is a decode row, a longer one a
+    prefill chunk. ConfigError for a part that is negative or not finite."""
 
     base_s: float = 7e-3
     per_prefill_token_s: float = 1e-4
@@ -47,7 +47,7 @@ class SimTiming:
         )
 
     def rows_s(self, rows: Iterable[Row]) -> float:
-        """Return `step_s` of a plan's rows; 0 for none."""
+        """Return the seconds of a step with these rows; 0 for none."""
         prefill_tokens = decode_rows = context_tokens = 0
         for row in rows:
             count = len(row.tokens)
@@ -82,7 +82,8 @@ class TimingFile(msgspec.Struct, kw_only=True):
 
 
 def timing_named(name: str) -> SimTiming:
-    """Return one of TIMINGS, or that of a file; ConfigError otherwise."""
+    """Return the timing of that name in TIMINGS, or that of the file with this path; ConfigError where there is
+    neither."""
     return TIMINGS[name] if name in TIMINGS else read_timing(name).timing
 
 

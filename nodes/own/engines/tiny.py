@@ -39,5 +39,5 @@ def tiny_weights(config: LlamaConfig = TINY, seed: int = SEED) -> dict[str, Tens
 
 
 def load_tiny(config: LlamaConfig = TINY, seed: int = SEED) -> Llama:
-    """Return the model with the same weights in every process."""
+    """Return the model, with the same weights in every process."""
     return Llama(config, tiny_weights(config, seed))

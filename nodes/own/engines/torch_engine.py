@@ -10,6 +10,8 @@ from nodes.own.engines.llama_engine import LlamaEngine
 
 
 class TorchEngine(LlamaEngine):
+    """The engine of `llama_engine` over a torch model."""
+
     kind: ClassVar[str] = "torch"
 
     def _begin(self) -> None:

@@ -35,7 +35,8 @@ _lock = threading.Lock()
 
 
 def load_model(name: str, progress: Progress = no_progress) -> Llama:
-    """Return the model `name` (one of `factory.MODELS`), ready to run. ConfigError when its package is missing."""
+    """Return the model `name` (one of `factory.MODELS`), ready to run; it blocks while it loads. ConfigError when its
+    package is missing, StartError when its cached file cannot be read."""
     with _lock:
         if name not in _loaded:
             _loaded[name] = LOADERS[name](progress)
