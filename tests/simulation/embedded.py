@@ -20,14 +20,14 @@ from bus.wire.codec import encode
 from bus.wire.messages import Accepted, Done, Failed, Params
 from controller.config import ControllerConfig
 from controller.dispatcher import Dispatcher
-from nodes.config import NodeConfig
+from controller.shell import Controller
 from nodes.link.actions import Start
 from nodes.link.embed import Draining, RankLink
 from nodes.link.facts import RankFacts
 from nodes.link.leg import Leg
 from nodes.own.engines.sim import SPECIALS, feed, next_token
 from simulation.broken import Broken
-from simulation.process import ControllerProcess, Process
+from simulation.process import ControllerProcess, Process, RankProcess
 from simulation.spec import VOCAB
 
 if TYPE_CHECKING:
@@ -64,16 +64,13 @@ class DispatcherProcess(ControllerProcess):
         self.dispatched: dict[str, Asked] = {}  # not over
 
     def _open(self, exits: ExitStack) -> None:
-        config = ControllerConfig(
-            name=self.name, bus=self.world.bus, controller=self.base, keys=self.world.keys, **self._settings
-        )  # fmt: skip
-        self.dispatcher = Dispatcher(config)
-        self.part = self.dispatcher.controller
-        self.part.open()
-        self.loop = self.part.loop  # type: ignore[assignment]
-        exits.callback(self.part.close)
+        super()._open(exits)
         self.dispatched.clear()
         every(self, TURN_S, self._poll)
+
+    def _controller(self, config: ControllerConfig) -> Controller:
+        self.dispatcher = Dispatcher(config)
+        return self.dispatcher.controller
 
     def ask(self, asked: Asked, leg: str) -> None:
         spec = asked.spec
@@ -195,16 +192,8 @@ class LinkedEngine:
         return SPECIALS + (next_token(state, VOCAB) - SPECIALS + self.salt) % (VOCAB - SPECIALS)
 
 
-class LinkProcess(Process):
+class LinkProcess(RankProcess):
     """An engine's process whose ranks are linked by a `RankLink`."""
-
-    kind = "node"
-
-    def __init__(self, world: World, name: str, host: str, config: NodeConfig) -> None:
-        super().__init__(world, name, host)
-        self.config = config
-        self.ready = False
-        self.replaced = False
 
     def _open(self, exits: ExitStack) -> None:
         config, spec = self.config, self.world.spec
@@ -231,10 +220,8 @@ class LinkProcess(Process):
     def held(self, number: int) -> tuple[int, ...]:
         return (self.by_rank[number].legs,)
 
-    def drain(self) -> None:
-        with self.world.runs(self):
-            self.link._drain("drain")
-        self._plan()
+    def _drain(self) -> None:
+        self.link._drain("drain")
 
     def _step(self) -> None:
         self.ready = self.ready or self.link._joined.is_set()
@@ -256,10 +243,6 @@ class LinkProcess(Process):
     def _leave(self, start: int) -> None:
         if self.alive and self.starts == start:
             self._left()
-
-    def _left(self) -> None:
-        self.stop()
-        self.world.node_left(self)
 
 
 @dataclass

@@ -73,21 +73,16 @@ def end(world: World, asked: Asked) -> None:
 
     if result.ids != tuple(asked.output.ids):
         raise broken("it delivers what it says", f"{result.ids}, delivered {asked.output.ids}")
-    namesakes = [other for other in world.asked if other.rid == asked.rid and other is not asked]
-    felt = [fault for since, until, fault in world.befell if since <= world.now and until >= asked.began]
+    cancelled = result.code == "cancelled" or (result.code == "ok" and result.finish == "cancelled")
+    if why := _no_cause(world, asked, "cancelled" if cancelled else result.code):
+        raise broken("no end without a cause", why)
+    felt = _felt(world, asked)
     match result.code:
         case "ok" | "cancelled":
-            if result.finish == "cancelled" or result.code == "cancelled":
-                if not asked.cancelled:
-                    raise broken("no end without a cause", "nobody cancelled it")
-            elif len(asked.output.ids) != spec.max_tokens:
+            if not cancelled and len(asked.output.ids) != spec.max_tokens:
                 raise broken("it is whole", f"{len(asked.output.ids)} tokens of {spec.max_tokens}")
-        case "deadline":
-            if not spec.deadline_s or lived_s < spec.deadline_s - 0.01:
-                raise broken("no end without a cause", "it has no deadline, or that is not over")
-        case "duplicate_rid":
-            if not any(each.ended is None or each.ended > asked.began - RID_S for each in namesakes):
-                raise broken("no end without a cause", "nobody else has its rid")
+        case "deadline" | "duplicate_rid":
+            pass
         case "poison":
             deaths = sum(_may_die_of(world, fault) for fault in felt)
             if deaths < POISON:
@@ -95,8 +90,6 @@ def end(world: World, asked: Asked) -> None:
         case "engine_failed":
             if not any(fault.kind == "fail_steps" for fault in felt):
                 raise broken("no end without a cause", "no step failed")
-        case code if code in NEVER:
-            raise broken("no end without a cause", "nothing is wrong with it")
         case "too_many" if "client_requests" in dict(world.spec.settings):
             pass
         case _:
@@ -112,22 +105,30 @@ def _is_quick(felt: list[Fault]) -> bool:
     return all(fault.kind in QUICK for fault in felt)
 
 
-def end_unread(world: World, asked: Asked, code: str) -> None:
-    """A dispatch has ended with `code`: may it? Its tokens are read elsewhere."""
-    why = ""
+def _no_cause(world: World, asked: Asked, code: str) -> str:
+    """Why nothing that the client did can have ended it with `code`; empty: something may, or other parts decide."""
     if code in NEVER:
-        why = "nothing is wrong with it"
-    elif code == "cancelled" and not asked.cancelled:
-        why = "nobody cancelled it"
-    elif code == "deadline" and (not asked.spec.deadline_s or world.now - asked.began < asked.spec.deadline_s - 0.01):
-        why = "it has no deadline, or that is not over"
-    elif code == "duplicate_rid":
+        return "nothing is wrong with it"
+    if code == "cancelled" and not asked.cancelled:
+        return "nobody cancelled it"
+    if code == "deadline" and (not asked.spec.deadline_s or world.now - asked.began < asked.spec.deadline_s - 0.01):
+        return "it has no deadline, or that is not over"
+    if code == "duplicate_rid":
         namesakes = [other for other in world.asked if other.rid == asked.rid and other is not asked]
         if not any(each.ended is None or each.ended > asked.began - RID_S for each in namesakes):
-            why = "nobody else has its rid"
-    elif code not in ("ok", "cancelled", "deadline"):
-        felt = [fault for since, until, fault in world.befell if since <= world.now and until >= asked.began]
-        why = "" if felt else "nothing has befallen anybody"
+            return "nobody else has its rid"
+    return ""
+
+
+def _felt(world: World, asked: Asked) -> list[Fault]:
+    return [fault for since, until, fault in world.befell if since <= world.now and until >= asked.began]
+
+
+def end_unread(world: World, asked: Asked, code: str) -> None:
+    """A dispatch has ended with `code`: may it? Its tokens are read elsewhere."""
+    why = _no_cause(world, asked, code)
+    if not why and code not in ("ok", "cancelled", "deadline", "duplicate_rid") and not _felt(world, asked):
+        why = "nothing has befallen anybody"
     if why:
         raise Broken("no end without a cause", f"{asked.rid} (request {asked.spec.number}), {code}: {why}", asked.rid)
 

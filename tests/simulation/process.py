@@ -163,10 +163,13 @@ class ControllerProcess(Process):
         config = ControllerConfig(
             name=self.name, bus=self.world.bus, controller=self.base, keys=self.world.keys, **self._settings
         )  # fmt: skip
-        self.part = Controller(config)
+        self.part = self._controller(config)
         self.part.open()
         self.loop = self.part.loop  # type: ignore[assignment]
         exits.callback(self.part.close)
+
+    def _controller(self, config: ControllerConfig) -> Controller:
+        return Controller(config)
 
     def leave(self) -> None:
         """SIGTERM: what lives here ends, for its clients to send elsewhere."""
@@ -176,15 +179,35 @@ class ControllerProcess(Process):
         self.part.core.validate()
 
 
-class NodeProcess(Process):
+class RankProcess(Process):
+    """A process that has ranks."""
+
     kind = "node"
 
     def __init__(self, world: World, name: str, host: str, config: NodeConfig) -> None:
         super().__init__(world, name, host)
         self.config = config
         self.ready = False
-        self._validated: dict[int, tuple[int, ...]] = {}  # a scheduler without sequences is looked at once
         self.replaced = False  # by a later start of its ranks: it stays away
+
+    def drain(self) -> None:
+        """SIGTERM: it finishes what it has and leaves."""
+        with self.world.runs(self):
+            self._drain()
+        self._plan()
+
+    def _drain(self) -> None:
+        raise NotImplementedError
+
+    def _left(self) -> None:
+        self.stop()
+        self.world.node_left(self)
+
+
+class NodeProcess(RankProcess):
+    def __init__(self, world: World, name: str, host: str, config: NodeConfig) -> None:
+        super().__init__(world, name, host, config)
+        self._validated: dict[int, tuple[int, ...]] = {}  # a scheduler without sequences is looked at once
 
     def _open(self, exits: ExitStack) -> None:
         self.loop = SimLoop(self)
@@ -204,16 +227,12 @@ class NodeProcess(Process):
     def _on_ready(self, node: Node) -> None:
         self.ready = True
 
-    def drain(self) -> None:
-        """SIGTERM: it finishes what it has and leaves."""
-        with self.world.runs(self):
-            self.part.drain("drain")
-        self._plan()
+    def _drain(self) -> None:
+        self.part.drain("drain")
 
     def _left(self) -> None:
         self.failure = self.part.failure or self.part.host.failure
-        self.stop()
-        self.world.node_left(self)
+        super()._left()
 
     def held(self, number: int) -> tuple[int, ...]:
         """Return what a rank has of requests: sequences, and blocks."""

@@ -15,9 +15,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import CodeType
+from functools import partial
 from typing import Any
 
 import cuts
@@ -105,7 +103,8 @@ def install(mutations: list[Mutation]) -> Switch:
     for number, each in enumerate(mutations):
         assert each.module not in sys.modules, f"{each.module} has been imported already"
         by_module.setdefault(each.module, []).append((number, each))
-    sys.meta_path.insert(0, _Finder(by_module))
+    changes = {module: partial(with_places, mutations=some) for module, some in by_module.items()}
+    sys.meta_path.insert(0, cuts.cut_hook.Finder(changes))
     return switch
 
 
@@ -120,30 +119,6 @@ def with_places(source: str, mutations: list[tuple[int, Mutation]]) -> ast.Modul
     for path, number, new in sorted(places, key=lambda place: -len(place[0])):
         _put(tree, path, number, new)
     return ast.fix_missing_locations(tree)
-
-
-class _Loader(SourceFileLoader):
-    mutations: list[tuple[int, Mutation]]
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        tree = with_places(self.get_data(path).decode(), self.mutations)
-        return compile(tree, path, "exec", dont_inherit=True)
-
-
-class _Finder(MetaPathFinder):
-    def __init__(self, by_module: dict[str, list[tuple[int, Mutation]]]) -> None:
-        self._by_module = by_module
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name not in self._by_module:
-            return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) and spec.origin:
-                spec.loader = loader = _Loader(name, spec.origin)
-                loader.mutations = self._by_module[name]
-                return spec
-        return None
 
 
 def _difference(one: ast.AST, other: ast.AST) -> tuple[Path, ast.AST]:

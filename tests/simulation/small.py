@@ -96,9 +96,7 @@ def _requests(spec: Spec, tokens: tuple[int, ...], rng: random.Random) -> tuple[
 def _faults(spec: Spec, rng: random.Random) -> tuple[Fault, ...]:
     """Of a few kinds, at a few victims, in bursts; in some worlds none."""
     possible = [kind for kind in FAULTS if kind != "revoke" and (spec.tcp or kind not in OVER_TCP)]
-    clients = [f"client-{n}" for n in range(spec.clients)]
-    roles = {name: name.partition("-")[0] for name in (*spec.names, *clients)}
-    roles |= {node.name: "node" for node in spec.nodes}
+    roles = spec.kinds
     if rng.random() < 0.4:
         kinds = rng.sample(possible, rng.choice((1, 2, 2, 3, 5)))
         victims = rng.sample(list(roles), min(len(roles), rng.choice((1, 2, 3))))

@@ -119,6 +119,12 @@ class Spec:
         return self.busy_s + 60.0 + 3 * self.step_s * steps
 
     @property
+    def kinds(self) -> dict[str, str]:
+        """What each process but the guests is, by its name: clients last."""
+        kinds = {name: name.partition("-")[0] for name in self.names} | {node.name: "node" for node in self.nodes}
+        return kinds | {f"client-{n}": "client" for n in range(self.clients)}
+
+    @property
     def names(self) -> list[str]:
         """The names of all processes but clients and guests."""
         return ["broker", *(f"controller-{n}" for n in range(self.controllers)), *(node.name for node in self.nodes)]
@@ -249,8 +255,7 @@ def _apart(request: RequestSpec, controllers: int, rng: random.Random) -> Reques
 
 def _trouble(spec: Spec, rng: random.Random) -> list[Fault]:
     """One to three faults within two seconds or so."""
-    kinds = {name: name.partition("-")[0] for name in spec.names} | {node.name: "node" for node in spec.nodes}
-    kinds |= {f"client-{n}": "client" for n in range(spec.clients)}
+    kinds = spec.kinds
     who = rng.choice([name for name, kind in kinds.items() if kind in ("controller", "node")])
     others = [name for name, kind in kinds.items() if name != who and tuple(sorted((kind, kinds[who]))) in SPEAK]
     at_s, faults = rng.uniform(0.6, spec.busy_s), []

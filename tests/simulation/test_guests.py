@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import cuts
 import pytest
+
+from simulation.apart import run
 
 RUN = "import cuts, sys; cuts.cut_hook.install({0!r}, {1!r}, {2!r}); from simulation.run import main; main()"
 # what is put in another's place, and a seed in which that is seen, as which law
@@ -21,22 +18,6 @@ PUT_BACK = (
         "no end without a cause",
     ),
 )
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    """Return the exit code and what was said, in a process of its own, since trials are the same where hashes are."""
-    path = os.pathsep.join(str(cuts.ROOT / each) for each in ("tests", "tests/support"))
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cuts.ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_what_must_hold_holds_for_those_who_take_part() -> None:

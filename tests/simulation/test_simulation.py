@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import cuts
 import pytest
 
+from simulation.apart import run
 from simulation.drawn import DRAWN
 from simulation.mutation import Mutation
 from simulation.mutations import MUTATIONS
@@ -35,20 +33,9 @@ print(error, len(pairs), max(result.attempts for result in pairs))
 
 
 def ran(*command: str) -> str:
-    """What it said, in a process of its own, since trials are the same where hashes are."""
-    path = os.pathsep.join(str(cuts.ROOT / each) for each in ("tests", "tests/support"))
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=cuts.ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    code, said = run(*command)
+    assert code == 0, said
+    return said
 
 
 @pytest.mark.parametrize("seeds", [f"{seed} {how}" for how, each in BROKE.items() for seed in each])

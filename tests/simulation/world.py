@@ -27,7 +27,7 @@ from simulation import inner_laws, laws
 from simulation.broken import Broken
 from simulation.embedded import DispatcherProcess, LinkProcess, ResolverProcess
 from simulation.network import SILENCE_S, Network, Pipe
-from simulation.process import BrokerProcess, ClientProcess, ControllerProcess, NodeProcess, Process
+from simulation.process import BrokerProcess, ClientProcess, ControllerProcess, NodeProcess, Process, RankProcess
 from simulation.runtime import installed
 from simulation.spec import VOCAB, Fault, NodeSpec, RequestSpec, Spec
 from simulation.story import ends_of, message_in
@@ -333,7 +333,7 @@ class World:
             case "flap":
                 self._flap(process, self.now + fault.for_s)
             case "drain":
-                assert isinstance(process, NodeProcess | LinkProcess)
+                assert isinstance(process, RankProcess)
                 if process.alive and process.ready:
                     process.drain()
                 lasts_s = 10.0
@@ -343,7 +343,7 @@ class World:
                     self._restart(process)
                 lasts_s = RESTART_S[1]
             case "hang":
-                assert isinstance(process, NodeProcess | LinkProcess)
+                assert isinstance(process, RankProcess)
                 if process.alive:
                     for engine in process.engines:
                         engine.hang()
@@ -351,7 +351,7 @@ class World:
                     self.at(self.now + HUNG_S, lambda: self._crash(process) if process.starts == start else None)
                 lasts_s = HUNG_S + RESTART_S[1]
             case "fail_steps":
-                assert isinstance(process, NodeProcess | LinkProcess)
+                assert isinstance(process, RankProcess)
                 for engine in process.engines if process.alive else ():
                     engine.fails += self.rng.randint(1, 4)
                 lasts_s = 0.0
@@ -362,7 +362,7 @@ class World:
                 self._revoke(process, fault.for_s)
                 lasts_s = LOOKS_S[1] + fault.for_s + RESTART_S[1]
             case "twice":
-                assert isinstance(process, NodeProcess | LinkProcess)
+                assert isinstance(process, RankProcess)
                 self._again(process)
         if fault.kind in ("pause", "cut", "cut_one_way", "slow", "flap", "revoke", "sever"):
             for name in filter(None, (fault.who, fault.other)):
@@ -484,6 +484,6 @@ def key_of(process: Process) -> str:
     """Return the name of its key."""
     if isinstance(process, BrokerProcess | ControllerProcess):
         return f"{process.kind}s/{process.name}"
-    if isinstance(process, NodeProcess | LinkProcess):
+    if isinstance(process, RankProcess):
         return f"nodes/{process.config.instance}"
     return "nodes/decode" if isinstance(process, ResolverProcess) else f"clients/{process.name}"

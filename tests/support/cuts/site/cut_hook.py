@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -68,27 +69,32 @@ def patched(source: str, symbol: str, old: str, new: str) -> str:
 
 
 class _Loader(SourceFileLoader):
-    def __init__(self, name: str, path: str, cut: tuple[str, str, str]) -> None:
-        super().__init__(name, path)
-        self._cut = cut
+    change: Callable[[str], str | ast.Module]
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        return compile(patched(self.get_data(path).decode(), *self._cut), path, "exec", dont_inherit=True)
+        return compile(self.change(self.get_data(path).decode()), path, "exec", dont_inherit=True)
 
 
-class _Finder(MetaPathFinder):
-    def __init__(self, cut: tuple[str, str, str]) -> None:
-        self._module, self._cut = cut[0].partition(":")[0], cut
+class Finder(MetaPathFinder):
+    """Imports modules with another source: `changes` make it of the source there is, by module."""
+
+    def __init__(self, changes: dict[str, Callable[[str], str | ast.Module]]) -> None:
+        self._changes = changes
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != self._module:
+        if name not in self._changes:
             return None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(name, path, target)) and spec.origin:
-                spec.loader = _Loader(name, spec.origin, self._cut)
+                spec.loader = loader = _Loader(name, spec.origin)
+                loader.change = self._changes[name]
                 return spec
         return None
+
+
+def _cut(symbol: str, old: str, new: str) -> Finder:
+    return Finder({symbol.partition(":")[0]: lambda source: patched(source, symbol, old, new)})
 
 
 def install(symbol: str, old: str, new: str) -> None:
@@ -96,7 +102,7 @@ def install(symbol: str, old: str, new: str) -> None:
     module = symbol.partition(":")[0]
     if module in sys.modules:
         raise CutMissed(f"{module} has been imported already")
-    sys.meta_path.insert(0, _Finder((symbol, old, new)))
+    sys.meta_path.insert(0, _cut(symbol, old, new))
     os.environ[VARIABLE] = json.dumps([symbol, old, new])
     here = os.path.dirname(os.path.abspath(__file__))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
@@ -105,4 +111,4 @@ def install(symbol: str, old: str, new: str) -> None:
 def from_environment() -> None:
     if said := os.environ.get(VARIABLE):
         symbol, old, new = json.loads(said)
-        sys.meta_path.insert(0, _Finder((symbol, old, new)))
+        sys.meta_path.insert(0, _cut(symbol, old, new))
