@@ -1,6 +1,7 @@
-"""The bytes of answers: OpenAI's chat and text completions and SGLang's `/generate`, whole or as server-sent events.
+"""The bytes of the edge's HTTP answers: OpenAI's chat and text completions and SGLang's `/generate`, whole or as
+server-sent events (one for each piece of text).
 
-The part that is the same in every event of an answer is made once; a token adds its text. Pure.
+The part that is the same in every event of an answer is made once; a token adds its text. Pure, but for the clock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class Answer:
-    """One choice: the output so far, and its end. `matched` is the stop string or token that ended it."""
+    """One answer (OpenAI's choice) number `index` of a response: its output so far, and its end. `matched` is the stop
+    string or token that ended it; None: neither. `result` is None until the end."""
 
     index: int
     prompt_tokens: int
@@ -36,10 +38,12 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
+        """The prompt tokens that a prefix cache had; 0 before the end."""
         return self.result.cached_tokens if self.result is not None else 0
 
     def route(self) -> dict[str, Any] | None:
-        """Return the ranks that answered, and the attempts; None before the end."""
+        """Return the ranks that answered (`instance/number`, or None), how they found each other, and the number of
+        attempts, for the field `pdbus`; None before the end."""
         result = self.result
         if result is None:
             return None
@@ -63,6 +67,7 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return OpenAI's `usage` for these answers: their output tokens, and each prompt once."""
         out = sum(len(answer.ids) for answer in answers)
         return _usage(self.prompt_tokens, out) | {
             "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers if answer.first)},
@@ -70,10 +75,11 @@ class Head:
 
 
 class Writer(Protocol):
-    """Makes the bytes of one HTTP response."""
+    """Makes the bytes of one HTTP response: for a stream `begin`, `more` and `end` of each answer, then `close`;
+    otherwise `whole` alone."""
 
     def begin(self, answer: Answer) -> bytes:
-        """Return the event before the first text of `answer`."""
+        """Return the event before the first text of `answer`; empty in forms without one."""
 
     def more(self, answer: Answer, text: str) -> bytes:
         """Return the event for `text`, which was added to `answer`."""
@@ -82,7 +88,7 @@ class Writer(Protocol):
         """Return the event for the end of `answer`."""
 
     def close(self, answers: Sequence[Answer]) -> bytes:
-        """Return the last events, when all answers are over."""
+        """Return the last events of the stream, when all answers have ended."""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """Return the response body with all answers, not as events."""
@@ -142,6 +148,8 @@ class _OpenAi:
 
 
 class ChatWriter(_OpenAi):
+    """The `Writer` of `/v1/chat/completions`."""
+
     chunk = "chat.completion.chunk"
     object = "chat.completion"
     prefix = "chatcmpl-"
@@ -164,6 +172,8 @@ class ChatWriter(_OpenAi):
 
 
 class CompletionWriter(_OpenAi):
+    """The `Writer` of `/v1/completions`."""
+
     chunk = "text_completion"
     object = "text_completion"
     prefix = "cmpl-"
@@ -186,8 +196,8 @@ class CompletionWriter(_OpenAi):
 
 
 class GenerateWriter:
-    """Writes SGLang's form: every event repeats the text and ids so far. With `batch` the answers are a list, and each
-    event has an index."""
+    """The `Writer` of SGLang's `/generate`: every event repeats the text and ids so far. With `batch` the answers are a
+    list, and each event has an index."""
 
     def __init__(self, head: Head, *, batch: bool) -> None:
         self._head = head
@@ -230,7 +240,7 @@ class GenerateWriter:
 
 
 def failed(body: bytes) -> bytes:
-    """Return the last event of an answer that failed after it had begun: its error."""
+    """Return the last event of a stream that failed after it had begun; `body` is the error in JSON."""
     return b"data: %b\n\n%b" % (body, DONE)
 
 

@@ -1,6 +1,8 @@
-"""The edge as an ASGI application: its endpoints, and the steps of a request on its way to the client library.
+"""The edge as an ASGI application (the interface between Python's web servers and programs): its endpoints, and the
+steps of a request on its way to the client library.
 
-Owns the tables of live exchanges and loaded tokenizers; binds no port (see `server`) and talks to no rank itself.
+Owns the tables of live exchanges (requests with their responses) and loaded tokenizers; binds no port (see `server`)
+and talks to no rank itself.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Route:
+    """An endpoint: its HTTP method and the function that answers it. HEAD is answered as GET."""
+
     method: str
     serve: Callable[[Exchange], Awaitable[None]]
     open: bool = False  # needs no key
@@ -52,8 +56,9 @@ class Route:
 
 
 class Edge:
-    """The application: `await edge(scope, receive, send)`. The owner calls `await edge.look()` every LOOK_S to keep it
-    up to date; that raises PartFailed once the client library has failed for good."""
+    """The application: `await edge(scope, receive, send)`. The owner calls `await edge.look()` every LOOK_S. `view` is
+    the cluster by the controller's last status, `counts` has the metrics; `spans` gets the spans of traced requests
+    (None: none are exported). Raises ConfigError for an invalid file of keys."""
 
     def __init__(
         self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic,
@@ -92,6 +97,8 @@ class Edge:
     # --- from outside -----------------------------------------------------------------------------------------------
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request to its end. Errors become HTTP errors; only cancellation, or a scope other than http,
+        raises."""
         if scope["type"] != "http":
             raise RuntimeError(f"an edge serves http, not {scope['type']}")
         exchange = Exchange(scope, receive, send, self._config, self._clock)
@@ -124,7 +131,9 @@ class Edge:
         return span_of(answered, self._wall_s)
 
     async def look(self) -> None:
-        """Ask the controller for its status, read the keys again, end exchanges whose client has stopped reading."""
+        """Ask the controller for its status (waiting up to LOOK_S), read the keys again if they have changed, and end
+        the exchanges whose client has stopped reading. Without an answer the last status stays. Raises PartFailed once
+        the client library has failed for good."""
         if self._keys is not None:
             self._keys.refresh()
         now = self._clock()
@@ -135,7 +144,7 @@ class Edge:
         await self._ask()
 
     def leave(self) -> None:
-        """Stop waiting for the controller's answer."""
+        """Cancel a running question to the controller, at the end of the process."""
         if self._asking is not None:
             self._asking.cancel()
 

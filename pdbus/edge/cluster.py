@@ -1,4 +1,5 @@
-"""The edge's view of its cluster, from the controller's last status. Pure."""
+"""The edge's view of its cluster: which models are served, and whether they can be, from the controller's last status.
+Pure; times are in seconds of one clock."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class ServedModel:
 
 
 class View:
-    """The view at the time `at`. `seen` is the last status; None before the first."""
+    """The view at the time `at`: `models` are the served ones by name. `seen` is the last status; None before the
+    first."""
 
     def __init__(self, seen: Status | None = None, at: float = 0.0) -> None:
         self.seen = seen
@@ -41,14 +43,14 @@ class View:
 
     def followed_by(self, seen: Status, now: float) -> View:
         """Return the view after the next status. A controller that has just restarted does not know all ranks yet, so
-        the former view stays until it does, for at most LOST_S."""
+        the former status stays until it does, for LOST_S at most."""
         fresh = View(seen, now)
         restarted = self.seen is not None and self.seen.epoch != seen.epoch and seen.uptime_s < LOST_S
         return View(self.seen, now) if restarted and fresh.unready(now) and not self.unready(self.at) else fresh
 
     def model(self, name: str) -> ServedModel:
-        """Return the model that a request names, or the only one. Raises HttpError 404 when it is not served, and 503
-        while nothing is."""
+        """Return the model named `name`; for an empty name the only one. Raises HttpError: 404 for a model that is not
+        served, 400 for an empty name with several models, 503 while nothing is served."""
         found = self.models.get(name)
         if found is not None:
             return found
@@ -64,7 +66,7 @@ class View:
         return next(iter(self.models.values()))
 
     def unready(self, now: float) -> str:
-        """Return the reason why nothing can be served now; empty: something can."""
+        """Return the reason why no model can be served at the time `now`; empty: one can."""
         if self.seen is None:
             return "no controller has answered yet"
         if now - self.at > LOST_S:

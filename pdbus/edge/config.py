@@ -1,4 +1,4 @@
-"""Settings of an edge. Owns names, defaults and checks."""
+"""Settings of an HTTP edge (`pdbus serve`). Owns names, defaults and checks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class EdgeConfig:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and port of `http`, which may be a port alone."""
+        """The host and port of `http`, which may be a port alone (then 127.0.0.1). Raises ConfigError for anything
+        else."""
         host, colon, port = self.http.rpartition(":")
         if not port.isdecimal() or int(port) > 65535 or (colon and not host):
             raise ConfigError(f"{self.http!r}: give --http a port, or a host and a port like 127.0.0.1:8000")

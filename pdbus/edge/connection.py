@@ -28,7 +28,7 @@ class Part(Enum):
 
 
 class Outgoing:
-    """A transport that counts what is written to it."""
+    """An asyncio transport that counts the bytes written to it, in `written`."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -43,9 +43,9 @@ class Outgoing:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that closes when a head is too long or too slow, or when what follows the head is too long or, once
-    it is answered, too slow. `Upgrade` is ignored and the body read, because Java's HttpClient offers h2c with
-    bodies."""
+    """A connection of uvicorn that closes when a head is too long or too slow, or when what follows the head is too
+    long or, once it is answered, too slow. `limits` are the edge's settings. `Upgrade` is ignored and the body read,
+    because Java's HttpClient offers h2c with bodies. asyncio and httptools call the `on_` methods."""
 
     limits: EdgeConfig
 
@@ -144,7 +144,8 @@ class Connection(HttpToolsProtocol):
         return waiting
 
     def stalled(self, now: float) -> bool:
-        """Return true if bytes wait and the client has accepted none for `send_s`. To be called regularly."""
+        """Return true if bytes wait and the client has accepted none for `send_s` seconds. Call it regularly; `now` is
+        the loop's time."""
         waiting = self.unsent
         sent = self.transport.written - waiting  # type: ignore[attr-defined]
         if not waiting or sent > self._sent:
@@ -192,5 +193,5 @@ class Connection(HttpToolsProtocol):
 
 
 def connections_of(config: EdgeConfig) -> type[Connection]:
-    """Return the class of an edge's connections, for uvicorn to instantiate."""
+    """Return a class of connections with the limits of `config`, for uvicorn to instantiate."""
     return type("Connection", (Connection,), {"limits": config})

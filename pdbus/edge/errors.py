@@ -1,4 +1,5 @@
-"""Errors for HTTP clients: a status, and a body in OpenAI's form. `bus.wire.codes` has the status of each code."""
+"""Errors for HTTP clients: a status, and a body in OpenAI's form. `bus.wire.codes` has the HTTP status of each of the
+cluster's codes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ RETRY_AFTER_S = 1.0  # for a 429 or 503 without a hint
 
 
 class HttpError(Exception):
-    """An error that ends a request before its answer has begun. `param` names the field at fault."""
+    """An error to be answered with `status`. `param` names the field at fault, `code` is for programs (None: without).
+    `retry_after_s` 0: no advice, but for 429 and 503 RETRY_AFTER_S."""
 
     def __init__(
         self,
@@ -41,13 +43,15 @@ class HttpError(Exception):
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """The headers. `Retry-After` takes whole seconds; OpenAI's own clients read `retry-after-ms`."""
+        """The response's headers for this error. `Retry-After` takes whole seconds; OpenAI's own clients read
+        `retry-after-ms`."""
         if not self.retry_after_s:
             return self._headers
         seconds, ms = math.ceil(self.retry_after_s), math.ceil(self.retry_after_s * 1000)
         return (*self._headers, (b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % ms))
 
     def body(self) -> bytes:
+        """Return the JSON body in OpenAI's form. From status 500 on, addresses inside the cluster are hidden."""
         kind = TYPES.get(self.status, "rate_limit_error" if self.status == 429 else "")
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         message = _ADDRESS.sub("(address)", self.message) if self.status >= 500 else self.message  # the log has it
@@ -56,7 +60,7 @@ class HttpError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> HttpError:
-    """Return the error for a field that is wrong or not supported."""
+    """Return the error 400 for a field that is wrong or not supported; `param` None: no one field is at fault."""
     return HttpError(400, message, code=code, param=param)
 
 

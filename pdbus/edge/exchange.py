@@ -1,4 +1,5 @@
-"""One HTTP request and its response over ASGI: the limits on both, and the check whether the client still waits."""
+"""One HTTP request and its response over ASGI (a server's `receive` and `send` functions): the limits on both, and the
+check whether the client still waits."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ _EVENTS = (
 
 
 class Exchange:
-    """One exchange. `rid` is the client's `x-request-id`, or drawn; every response has it. `client_rid` is empty when
-    it was drawn."""
+    """One request with its response, made in the task that serves it. `rid` is the client's `x-request-id`, or drawn;
+    every response has it. `client_rid` is empty when it was drawn. `gone`: the client left. `clock` is in seconds."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, config: EdgeConfig, clock: Callable[[], float]
@@ -68,21 +69,22 @@ class Exchange:
     # --- the request ------------------------------------------------------------------------------------------------
 
     def use_rid(self, rid: str) -> None:
-        """Use the request id of the body, which overrides the header's."""
+        """Use the request id of the body, which overrides the header's, for the response too."""
         self.rid = self.client_rid = rid
 
     def draw_rid(self) -> str:
-        """Return a rid for the bus that begins with ours. Clients may use one id twice (a proxy that retries, a service
-        that passes an id on), and one request must never get the answer of another."""
+        """Return a fresh id for the cluster that begins with `rid`. Clients may use one id twice (a proxy that retries,
+        a service that passes an id on), and one request must never get the answer of another."""
         return f"{self.rid[:RID_KEPT]}-{_rng.getrandbits(32):08x}"
 
     def check(self) -> None:
-        """Raise HttpError for invalid headers."""
+        """Raise HttpError 400 for an invalid `x-request-id`."""
         if b"x-request-id" in self.headers and not self.client_rid:
             raise invalid("x-request-id", f"x-request-id: 1 to {RID_MAX} printable characters")
 
     def number(self, header: bytes) -> float | None:
-        """Return the number in one of our headers, or None without it. Raises HttpError if it is not a number."""
+        """Return the number in a header; None without that header. Raises HttpError 400 if it is not a number, or 1e9
+        or more."""
         given = self.headers.get(header)
         if given is None:
             return None
@@ -95,7 +97,8 @@ class Exchange:
         raise invalid(header.decode(), f"{header.decode()}: not a number")
 
     async def body(self) -> bytes:
-        """Return the whole body. Raises HttpError when it is too long or too slow, or when its type is not JSON."""
+        """Wait for the whole body and return it. Raises HttpError: 415 unless it is plain JSON by its headers, 413 when
+        it is too long, 408 when it is too slow, 499 when the client leaves."""
         kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             raise HttpError(415, "send JSON, with the header Content-Type: application/json", headers=(_CLOSE,))
@@ -135,8 +138,8 @@ class Exchange:
         self.task.cancel()
 
     def watch(self, left: Callable[[], None]) -> None:
-        """Call `left` when the client disconnects, until `unwatch`. The body must have been read. The task that watches
-        starts WATCH_AFTER_S from now, because most short requests need none."""
+        """Call `left` once if the client disconnects, until `unwatch`. The body must have been read. The task that
+        watches starts WATCH_AFTER_S from now, because most short requests need none."""
 
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -150,6 +153,7 @@ class Exchange:
         self._watcher = self._loop.call_later(WATCH_AFTER_S, begin)
 
     def unwatch(self) -> None:
+        """End `watch`."""
         if self._watcher is not None:
             self._watcher.cancel()
 
@@ -169,22 +173,25 @@ class Exchange:
     async def answer(
         self, status: int, body: bytes, kind: bytes = b"application/json", headers: Iterable[Header] = ()
     ) -> None:
+        """Send a whole response; `kind` is its content type. Return once the client has not too much unread, as `event`
+        does."""
         await self._start(status, ((b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers))
         await self._send_body(body, more=False)
 
     async def fail(self, error: HttpError) -> None:
+        """Send the response of an error."""
         await self.answer(error.status, error.body(), headers=error.headers)
 
     async def events(self) -> None:
-        """Begin a stream of server-sent events."""
+        """Send the head of a stream of server-sent events; `event` must follow."""
         await self._start(200, _EVENTS)
 
     async def event(self, data: bytes, *, last: bool = False) -> None:
-        """Send an event. Returns once the client has not too much unread."""
+        """Send bytes of the stream; `last` ends it. Return once the client has not too much unread."""
         await self._send_body(data, more=not last)
 
     def overdue(self, now: float) -> bool:
-        """Return true if the client has stopped reading for too long."""
+        """Return true if sending has waited for the client to read for more than `send_s` seconds."""
         return self.sending_since is not None and now - self.sending_since > self._config.send_s
 
     async def _start(self, status: int, headers: Iterable[Header]) -> None:

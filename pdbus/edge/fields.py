@@ -28,6 +28,8 @@ _T = TypeVar("_T")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
+    """OpenAI's `stream_options`."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: with include_usage, in every event
     include_obfuscation: bool | None = None  # OpenAI's padding; there is none here
@@ -63,6 +65,8 @@ class Schema(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """OpenAI's `response_format`."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
 
@@ -89,6 +93,8 @@ class OpenAiFields(Sampling, kw_only=True):
 
 
 class Part(Struct, forbid_unknown_fields=True):
+    """A part of a message's content; only text is supported."""
+
     type: str
     text: str
     cache_control: dict[str, Any] | None = None  # a hint; prefixes are always cached
@@ -111,6 +117,8 @@ class Turn(Struct, forbid_unknown_fields=True):
 
 
 class Chat(OpenAiFields, kw_only=True):
+    """The body of `/v1/chat/completions`."""
+
     messages: list[Turn]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
@@ -119,11 +127,15 @@ class Chat(OpenAiFields, kw_only=True):
 
 
 class Completion(OpenAiFields, kw_only=True):
+    """The body of `/v1/completions`."""
+
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
 
 
 class SglSampling(Sampling, kw_only=True):
+    """The `sampling_params` of SGLang's `/generate`."""
+
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None  # SGLang's name for min_tokens
     sampling_seed: int | None = None  # SGLang's name for seed
@@ -157,6 +169,8 @@ class Tokenize(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Detokenize(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/detokenize`: token ids whose text is wanted."""
+
     model: str = ""
     tokens: list[int]
 
@@ -186,7 +200,8 @@ _DECODERS: dict[type, Any] = {
 
 
 def read(kind: type[_T], body: bytes) -> _T:
-    """Return the request in `body`. Raises HttpError 400 that names the field at fault."""
+    """Return the request of `kind` (Chat, Completion, Generate, Tokenize or Detokenize) in the JSON `body`. Raises
+    HttpError 400 that names the field at fault, also for a field that is unknown or refused."""
     try:
         request = _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
@@ -245,8 +260,9 @@ _OF_OPENAI, _OF_GENERATE = _passed(OpenAiFields), _passed(SglSampling)
 
 
 def options_of(request: Sampling, defaults: Mapping[str, float] | None = None) -> Options:
-    """Return the client options of `request`, with `defaults` for those that it leaves out. OpenAI's default for
-    `temperature` is 1."""
+    """Return the client library's sampling options for `request`, with `defaults` for those that it leaves out (after
+    them, OpenAI's 1 for `temperature`). Raises HttpError 400 for values that contradict one another or exceed a
+    limit."""
     names, values_of = _OF_GENERATE if isinstance(request, SglSampling) else _OF_OPENAI
     asked = zip(names, values_of(request), strict=True)
     options: dict[str, Any] = {name: value for name, value in asked if value is not None}
@@ -300,6 +316,7 @@ def _logprobs_of(request: Sampling) -> int | None:
 
 
 def stops_of(request: Sampling) -> tuple[str, ...]:
+    """Return the request's stop strings; empty: none. Raises HttpError 400 for too many, or an empty one."""
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not all(stops) or len(stops) > MAX_STOPS:
         raise invalid("stop", f"stop: at most {MAX_STOPS} strings, none of them empty")
@@ -307,7 +324,8 @@ def stops_of(request: Sampling) -> tuple[str, ...]:
 
 
 def choices_of(request: Sampling, prompts: int) -> int:
-    """Return the number of answers for each of `prompts` prompts. Raises HttpError for too many."""
+    """Return the number of answers for each of `prompts` prompts. Raises HttpError 400 for too many, or for several
+    with one room (SGLang's number of a request)."""
     n = 1 if request.n is None else request.n
     if n < 1 or n * prompts > MAX_CHOICES:
         raise invalid("n", f"n: from 1 on, and at most {MAX_CHOICES} answers in all, not {n} for each of {prompts}")
@@ -333,7 +351,8 @@ def checked_session(name: str, session: str) -> str:
 
 
 def rid_of(request: OpenAiFields | Generate) -> str:
-    """Return the request id of the body; empty without one."""
+    """Return the request id of the body; empty without one. Raises HttpError 400 for an invalid one, or for two
+    different ones."""
     named = {name: rid for name in ("rid", "request_id") if (rid := getattr(request, name, None))}
     for name, rid in named.items():
         if len(rid) > RID_MAX or not rid.isascii() or not rid.isprintable():
@@ -344,7 +363,8 @@ def rid_of(request: OpenAiFields | Generate) -> str:
 
 
 def message_of(turn: Turn, at: int) -> dict[str, str]:
-    """Return one message in the form of chat templates. Text parts are joined without separators."""
+    """Return message number `at` of a conversation in the form of chat templates: `role`, `content`, maybe `name`. Text
+    parts are joined without separators. Raises HttpError 400 for a role or part that is not supported."""
     message = {"role": turn.role, "content": _content(turn, at)}
     return message | {"name": turn.name} if turn.name else message
 
@@ -365,7 +385,8 @@ def _content(turn: Turn, at: int) -> str:
 
 
 def prompts_of(prompt: str | list[Any] | None, param: str) -> list[str | list[int]]:
-    """Return the prompts, each a text or a list of ids, from the four forms that the field may have."""
+    """Return the prompts, each a text or a list of ids, from the four forms that the field may have: a text, texts,
+    ids, lists of ids. Raises HttpError 400 for anything else, naming `param`."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

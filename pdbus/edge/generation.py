@@ -1,4 +1,5 @@
-"""The answers of one HTTP request in progress; each is a stream of the client library. Sends nothing itself."""
+"""The answers of one HTTP request in progress; each is a stream of the client library. Its tokens become text, and stop
+strings end it. Sends nothing to the HTTP client itself."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ Item: TypeAlias = "tuple[Choice, str, bool]"
 
 
 class Gone(Exception):
-    """The client has gone: the streams were cancelled from outside."""
+    """The HTTP client has gone, and its streams were cancelled."""
 
 
 class Interrupted(HttpError):
     """The answer of `choice` lost its rank and cannot be resumed in the middle (a grammar, penalties). Started again
-    from the beginning, it may succeed."""
+    from the beginning, it may succeed; otherwise it is the error 503."""
 
     def __init__(self, choice: Choice, why: str) -> None:
         super().__init__(503, f"the answer was interrupted, and cannot be resumed: {why}", code="interrupted")
@@ -32,7 +33,8 @@ class Interrupted(HttpError):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One answer, with its decoder and stop finder. `decoder` is None without a tokenizer."""
+    """One answer in progress, with its decoder and stop finder. `decoder` is None without a tokenizer: then there are
+    ids alone."""
 
     answer: Answer
     stream: AsyncStream
@@ -45,13 +47,15 @@ class Choice:
 
     @property
     def ran(self) -> bool:
-        """True if a rank ran the request, or may have; for a choice that was cancelled or is over."""
+        """True if a rank ran the request, or may have; used for a choice that was cancelled or is over, whose unread
+        output is dropped."""
         while self.stream.result is None and self.stream.take() is not None:
             pass
         return bool(self.answer.ids) or self.stream.result is None or self.stream.result.ran
 
     def take(self, piece: Piece) -> str:
-        """Take `piece` and return the text that it adds. Sets the answer's `finish` at a stop string."""
+        """Add `piece` to the answer and return the text that may be shown now. Sets the answer's `finish` at a stop
+        string."""
         ids = piece.ids
         self.answer.ids.extend(ids)
         if self.answer.likelihoods is not None:
@@ -70,7 +74,8 @@ class Choice:
         return text
 
     def end(self, finish: str) -> str:
-        """End the answer for the reason `finish`, and return the text that was held back."""
+        """End the answer for the reason `finish` (or `stop`, if its last text has a stop string), and return the text
+        that was held back."""
         text = ""
         if self.decoder is not None:
             text = self.stops.push(self.decoder.finish())
@@ -84,8 +89,9 @@ class Choice:
 
 
 class Generation:
-    """The answers of one request: `while await generation.more(): for choice, text, last in generation.taken(): ...`
-    gives text as it comes, the answer that it belongs to, and whether it is the last of that answer."""
+    """The answers of one request, on one event loop: `while await generation.more(): for choice, text, last in
+    generation.taken(): ...` gives text as it comes, the answer that it belongs to, and whether it is the last of that
+    answer. Counts tokens and times in `counts`; `began_at` is when the request came, by `clock`."""
 
     def __init__(self, counts: Counts, began_at: float, clock: Callable[[], float]) -> None:
         self.choices: list[Choice] = []
@@ -96,17 +102,19 @@ class Generation:
         self._waiting: asyncio.Future[None] | None = None
 
     def add(self, choice: Choice) -> None:
+        """Watch one more answer, which was submitted."""
         self.choices.append(choice)
         choice.stream.on_update(self._wake)
 
     def replace(self, old: Choice, new: Choice) -> None:
-        """Put `new` in the place of `old`, which is over."""
+        """Watch `new` in the place of `old`, which has failed."""
         old.stream.on_update(None)
         self.choices[self.choices.index(old)] = new
         new.stream.on_update(self._wake)
         self._came = True  # another answer may have output too, as `taken` stopped at `old`
 
     def cancel(self) -> None:
+        """Cancel all answers that are not over; `taken` then raises Gone."""
         for choice in self.choices:
             if choice.answer.result is None:
                 choice.stream.cancel()
@@ -119,10 +127,11 @@ class Generation:
 
     @property
     def answers(self) -> list[Answer]:
+        """The answers so far, in order."""
         return [choice.answer for choice in self.choices]
 
     async def more(self) -> bool:
-        """Wait until something has come; False when all answers are over."""
+        """Wait until output or an end has come, and return true; false when all answers are over."""
         if all(choice.answer.result is not None for choice in self.choices):
             return False
         if not self._came:
@@ -131,8 +140,8 @@ class Generation:
         return True
 
     def taken(self) -> Iterator[Item]:
-        """Yield all that has come. Raises RequestFailed or Interrupted when an answer fails, after its output before
-        that; raises Gone after `cancel`."""
+        """Yield all that has come, without waiting. Raises RequestFailed or Interrupted when an answer fails, after the
+        output that came before; raises Gone after `cancel`."""
         self._came = False
         for choice in self.choices:
             answer, stream = choice.answer, choice.stream

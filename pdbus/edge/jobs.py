@@ -1,4 +1,5 @@
-"""Requests for answers: the body of one of three endpoints becomes a `Job`, and a job becomes client requests."""
+"""Requests for answers at the edge: the body of one of three endpoints becomes a `Job`, and a job becomes requests for
+the client library. Sends none of them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ log = get_logger("edge")
 
 @dataclass(slots=True)
 class Job:
-    """A request for `n` answers to each of `prompts`. `text` is None without a tokenizer."""
+    """A request for `n` answers to each of `prompts` (token ids). `text` is None without a tokenizer; `max_tokens`
+    None: `usual_tokens`. Raises HttpError 400 for a prompt that is too long, too many answers, or invalid stop
+    strings."""
 
     model: ServedModel
     text: ModelText | None
@@ -55,7 +58,8 @@ class Job:
             raise invalid("stop", "stop: without a tokenizer nothing is found in texts; name stop_token_ids")
 
     def requests(self, rid: str, urgency: Options) -> list[tuple[list[int], Options]]:
-        """Return the prompt and the options for each answer."""
+        """Return the prompt and the client's options for each answer, the answers of one prompt after each other. With
+        several, rids are `rid` with -0, -1, ...; `urgency` are options that override the body's."""
         shared: Options = {
             **self.options,
             "model": self.model.name,
@@ -89,14 +93,15 @@ class Job:
 
 
 class TextLoader:
-    """Loads tokenizers and templates by model, each once and on a thread. For one event loop."""
+    """Loads tokenizers and templates by model, each once and on a thread. For one event loop. `places` gives tokenizers
+    by model; others are the models' own files."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._loading: dict[str, asyncio.Task[ModelText]] = {}
 
     def begin(self, model: str) -> asyncio.Task[ModelText]:
-        """Start to load `model`, unless that was tried already; return the task."""
+        """Start to load `model` in the background, unless that was tried already; return the task."""
         task = self._loading.get(model)
         if task is None:
             task = self._loading[model] = asyncio.create_task(self._load(model))
@@ -104,7 +109,8 @@ class TextLoader:
         return task
 
     async def of(self, model: str) -> ModelText:
-        """Return the text of `model`. Raises HttpError when it cannot be loaded; the next call tries again."""
+        """Return the text of `model`, waiting until it is loaded. Raises HttpError 501 when it cannot be loaded; the
+        next call tries again."""
         task = self.begin(model)
         if task.done():
             if task.exception() is None:
@@ -123,6 +129,8 @@ class TextLoader:
 
 
 async def chat(body: bytes, view: View, texts: TextLoader, config: EdgeConfig) -> Job:
+    """Return the job of a body of `/v1/chat/completions`. Waits for the tokenizer. Raises HttpError for an invalid body
+    or model."""
     request = fields.read(fields.Chat, body)
     model = view.model(request.model)
     text = await texts.of(model.name)
@@ -134,6 +142,7 @@ async def chat(body: bytes, view: View, texts: TextLoader, config: EdgeConfig) -
 
 
 async def completions(body: bytes, view: View, texts: TextLoader, config: EdgeConfig) -> Job:
+    """Return the job of a body of `/v1/completions`, as `chat` does."""
     request = fields.read(fields.Completion, body)
     model = view.model(request.model)
     prompts = fields.prompts_of(request.prompt, "prompt")
@@ -166,6 +175,7 @@ def _openai(
 
 
 async def generate(body: bytes, view: View, texts: TextLoader) -> Job:
+    """Return the job of a body of SGLang's `/generate`, as `chat` does."""
     request = fields.read(fields.Generate, body)
     if (request.text is None) == (request.input_ids is None):
         raise invalid("text", "give either text or input_ids")
@@ -204,7 +214,8 @@ async def conversation(
     text: ModelText, messages: list[fields.Turn], answer: bool, add_special_tokens: bool = False,
     model: ServedModel | None = None,
 ) -> list[int]:  # fmt: skip
-    """Return the ids of `messages` in the model's template. With `model`, raise HttpError where they are certainly too
+    """Return the ids of `messages` in the model's template; with `answer`, they end where the assistant's answer
+    begins. Raises HttpError 400 for messages that the template refuses and, with `model`, where they are certainly too
     long for it."""
     if not messages:
         raise invalid("messages", "messages is empty")
@@ -227,7 +238,8 @@ async def conversation(
 async def token_ids(
     text: ModelText | None, prompt: str | list[int], add_special_tokens: bool = True, model: ServedModel | None = None
 ) -> list[int]:
-    """Return the ids of `prompt`. With `model`, raise HttpError where a text is certainly too long for it."""
+    """Return the ids of `prompt` (ids stay as they are). Raises HttpError 400 with `model`, where a text is certainly
+    too long for it."""
     if not isinstance(prompt, str):
         return prompt
     assert text is not None
@@ -237,7 +249,7 @@ async def token_ids(
 
 
 def check_length(model: ServedModel, tokens: int) -> None:
-    """Raise HttpError for a prompt that is too long for every rank, before it is hashed and sent."""
+    """Raise HttpError 400 for a prompt that is too long for every rank of the model, before it is hashed and sent."""
     if 0 < model.max_context < tokens:
         why = f"the prompt has {tokens} tokens or more, and {model.name!r} takes {model.max_context} with the answer"
         raise invalid(None, why, OPENAI_CODES["too_long"])
@@ -249,5 +261,6 @@ def _check_text(text: ModelText, characters: int, model: ServedModel | None) -> 
 
 
 async def off_loop(size: int, work: Callable[[], Any]) -> Any:
-    """Run `work` on a text of `size` characters: on a thread if it would delay other requests."""
+    """Run `work` on a text of `size` characters and return its result: at once if it is short, otherwise on a thread,
+    so that other requests go on."""
     return work() if size <= AT_ONCE_CHARACTERS else await asyncio.to_thread(work)

@@ -32,8 +32,9 @@ log = get_logger("edge")
 
 @dataclass(slots=True)
 class Allowance:
-    """A token bucket: it fills evenly with `per_minute`, and holds one minute's amount. It may be overdrawn; nothing
-    else passes until it has refilled."""
+    """A token bucket: it fills evenly with `per_minute`, and holds one minute's amount. The caller takes from `left`,
+    which may fall below 0; `wait_s` is then positive until it has refilled. `at` is when it was last filled, in
+    seconds."""
 
     per_minute: int
     left: float
@@ -48,7 +49,7 @@ class Allowance:
 
 @dataclass(slots=True, eq=False)
 class Key:
-    """A key: its name, limits (0: none) and what is left of them."""
+    """A client's key: its name, limits (0: none) and what is left of them."""
 
     name: str
     requests_in_flight: int = 0
@@ -64,8 +65,8 @@ class Key:
         self._tokens = Allowance(self.tokens_per_minute, self.tokens_per_minute)
 
     def enter(self, now: float, count: int = 1, begun: int = 0) -> None:
-        """Begin `count` requests, of which `begun` have begun already; `leave` must follow. Raises HttpError 429 when a
-        quota is used up, and 400 when it could never admit this many."""
+        """Count `count` requests as begun, of which `begun` were counted before; `leave` must follow. Raises HttpError
+        429 when a quota is used up, and 400 when it could never admit this many; then nothing is counted."""
         for limit, when in ((self.requests_in_flight, "under way"), (self.requests_per_minute, "a minute")):
             if 0 < limit < count:
                 why = f"each answer is a request: {count} of them, and the key {self.name!r} may have {limit} {when}"
@@ -83,20 +84,20 @@ class Key:
         self.in_flight += more
 
     def charge(self, tokens: int) -> None:
-        """Charge for prompt or output tokens; a negative number gives them back."""
+        """Take prompt or output tokens from the quota, which may fall below 0; a negative number gives them back."""
         self._tokens.left -= tokens
 
     def leave(self, count: int = 1) -> None:
-        """End `count` requests."""
+        """Count `count` requests as ended."""
         self.in_flight -= count
 
     def terms(self) -> tuple[int | str, ...]:
-        """Return the limits and the SLO class of the file."""
+        """Return the limits and the SLO class, to see whether the file has changed them."""
         return self.requests_in_flight, self.requests_per_minute, self.tokens_per_minute, self.slo_class
 
 
 class Keys:
-    """The keys of one file. Raises ConfigError when it holds none, or when others may read it."""
+    """The keys of one file. Raises ConfigError when it holds none or is invalid, or when other users may read it."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -104,14 +105,15 @@ class Keys:
         self._keys = _read(self._path)
 
     def find(self, authorization: bytes) -> Key | None:
-        """Return the key of a header `Authorization: Bearer ...`; None: there is no such key."""
+        """Return the key of the header's value `Bearer ...`; None: there is no such key."""
         scheme, _, token = authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             return None
         return self._keys.get(hashlib.sha256(token.strip()).hexdigest())
 
     def refresh(self) -> None:
-        """Read the file again if it has changed. An invalid file is logged, and the keys stay as they were."""
+        """Read the file again if it has changed; keys with the same name and limits keep their counts. An invalid file
+        is logged, and the keys stay as they were."""
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return

@@ -28,9 +28,11 @@ class Likelihoods:
         return bool(self._pending)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add tokens and their log probabilities, one for each."""
         self._pending += zip(ids, logprobs, strict=True)
 
     def chat(self) -> dict[str, Any]:
+        """Return what was added since the last call, in the form of chat completions."""
         content = [
             {**self._one(token, it.logprob), "top_logprobs": [self._one(*each) for each in it.top]}
             for token, it in self._take()
@@ -38,7 +40,8 @@ class Likelihoods:
         return {"content": content, "refusal": None}
 
     def completion(self) -> dict[str, Any]:
-        """Return the form of text completions. The chosen token is listed among the most likely ones in any case."""
+        """Return what was added since the last call, in the form of text completions. The chosen token is listed among
+        the most likely ones in any case."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, it in self._take():
             text = self._name(token)

@@ -1,4 +1,4 @@
-"""The counts of an edge, and its page for Prometheus."""
+"""The counts of an HTTP edge, for its page `/metrics` (Prometheus)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS = (  # for LLMs: half a millisecond to ten minutes
 
 
 class Counts:
-    """The counts of one edge. Used on its loop's thread alone."""
+    """The counts of one edge; times are in seconds. Used on its loop's thread alone; `registry` reads them."""
 
     def __init__(self) -> None:
         self.ttft = Histogram(SECONDS)
@@ -30,12 +30,13 @@ class Counts:
         self.registry = registry(self.snapshot)
 
     def token_gap(self, gap_s: float, tokens: int) -> None:
-        """Count `tokens` that came together, `gap_s` seconds after the ones before."""
+        """Count `tokens` output tokens that came together, `gap_s` seconds after the ones before: as equal gaps."""
         each = gap_s / tokens
         self.inter_token.buckets[bisect.bisect_left(SECONDS, each)] += tokens
         self.inter_token.total += gap_s
 
     def snapshot(self) -> Iterable[Metric]:
+        """Yield all metrics with their present values."""
         answered = tuple(
             Sample(count, {"endpoint": endpoint, "status": status})
             for (endpoint, status), count in sorted(self.requests.items())

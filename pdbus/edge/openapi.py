@@ -1,4 +1,5 @@
-"""The OpenAPI document of an edge, made from the types that requests are read into, and a page that shows it. Pure."""
+"""The OpenAPI document of an edge (its endpoints, fields and errors for programs), made from the types that requests
+are read into, and a page that shows it. Pure."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ _HEADERS = [
 
 @cache
 def document() -> bytes:
-    """Return the OpenAPI 3.1 document as JSON."""
+    """Return the OpenAPI 3.1 document as JSON; made at the first call."""
     kinds = [kind for kind, _ in _POSTS.values()]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     components["Error"] = {
@@ -141,7 +142,7 @@ def document() -> bytes:
 
 @cache
 def page() -> bytes:
-    """Return the document as an HTML page: each endpoint with its fields."""
+    """Return the document as an HTML page: each endpoint with its fields; made at the first call."""
     api = msgspec.json.decode(document())
     parts = [_STYLE, "<h1>pdbus serve</h1><p>The same <a href=/openapi.json>for programs</a>.</p>"]
     schemas = api["components"]["schemas"]
@@ -193,7 +194,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def rank_row(rank: RankStatus) -> dict[str, Any]:
-    """Return one rank in the form of `/load`."""
+    """Return one rank in the form of the endpoint `/load`; figures are None before its first load report."""
     load = rank.load
     return {
         "rank": f"{rank.instance}/{rank.dp_rank}",

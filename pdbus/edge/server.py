@@ -40,7 +40,7 @@ log = get_logger("edge")
 
 
 class EdgeClient(AsyncClient):
-    """A client that uses a client's key, never an admin's key in the same directory."""
+    """The edge's client of the cluster. It uses a client's key, never an admin's key in the same directory."""
 
     def __init__(self, controller: str, config: EdgeConfig) -> None:
         self._config = config
@@ -57,11 +57,12 @@ def serve(
     config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None] = lambda line: None,
     spans: Spans | None = None,
 ) -> None:  # fmt: skip
-    """Serve until SIGTERM or SIGINT. The first signal lets requests finish, a second one does not. `ready` gets the URL
-    once the controller has answered.
+    """Serve until SIGTERM or SIGINT; it blocks. The first signal lets requests finish, a second one does not. `ready`
+    gets the URL once the controller has answered, `waiting` a line every PROGRESS_S before.
 
-    Raises StartError when the controller does not answer within `wait_s` or the port is taken, and PartFailed when the
-    client library fails, because nothing can be served then."""
+    Raises StartError when the controller does not answer within `wait_s` or the port is taken, ConfigError for settings
+    that cannot be used, and PartFailed when the client library fails, because nothing can be served then.
+    """
     uvloop.run(_serve(config, ready, waiting, spans))
 
 
@@ -141,7 +142,8 @@ async def _until_seen(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with the limits of `config` and the signals of all our parts."""
+    """uvicorn's server with the limits of `config` and the signals of all our parts. Raises ConfigError when the
+    certificate cannot be used."""
 
     def __init__(self, config: EdgeConfig, edge: Edge) -> None:
         options: dict[str, Any] = {
@@ -173,8 +175,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Handle signals: the first one to leave lets requests finish, the second does not. SIGHUP reads the settings
-        again."""
+        """Handle signals inside the `with` block: the first SIGTERM or SIGINT lets requests finish, the second does
+        not. SIGHUP calls `reload`. uvicorn uses it."""
         loop = asyncio.get_running_loop()
         handlers = {signal.SIGTERM: self.leave, signal.SIGINT: self.leave}
         if self.reload is not None:
@@ -188,20 +190,22 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def reconfigure(self, changed: Mapping[str, Any]) -> None:
-        """Change settings by name (`RELOADS`). Raises ConfigError for invalid values, and then changes nothing."""
+        """Change settings by name while it runs, for the next requests. Raises ConfigError for invalid values, and then
+        changes nothing."""
         fields = {name: value for name, value in changed.items() if name != "log_level"}
         self._config = replace(self._config, **fields)
         self.config.timeout_graceful_shutdown = int(self._config.drain_s)
         self._edge.reconfigure(self._config)
 
     def cut_off(self, now: float) -> None:
-        """Abort the connections of clients that have stopped reading, even if nothing is written to them any more. A
-        normal close would wait for the client to read the rest."""
+        """Abort the connections of clients that have stopped reading; call it regularly, with the loop's time. A normal
+        close would wait for the client to read the rest."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.stalled(now):
                 log.warning("client.stopped_reading", left=connection.unsent)
                 connection.transport.abort()
 
     def leave(self) -> None:
+        """Begin to leave: let requests finish; at the second call, do not wait for them."""
         self.force_exit = self.should_exit
         self.should_exit = True

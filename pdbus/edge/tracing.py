@@ -1,4 +1,5 @@
-"""Traces at the edge: the trace context of a request's headers, the one for the cluster, and the edge's own span."""
+"""Traces at the edge: the W3C trace context of a request's headers, the one for the cluster, and the edge's own span
+(its part of the trace, for an OpenTelemetry collector)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 
 
 class Answered(Struct, gc=False):
-    """A traced request. Times are on the edge's clock."""
+    """The record of a traced request, from which its span is made. Times are in seconds on the edge's clock; `parent`
+    None: the trace begins here."""
 
     rid: str
     path: str
@@ -34,8 +36,8 @@ class Answered(Struct, gc=False):
 def follow(
     headers: Mapping[bytes, bytes], rid: str, path: str, model: str, began_at: float, spans: Spans | None
 ) -> tuple[Options, Answered | None]:
-    """Return the trace options for the client library, and the record of the edge's span if there is one. Without an
-    exporter the trace context is passed on unchanged."""
+    """Return the trace options for the client library (empty: the request is not traced), and the record of the edge's
+    span; None without an exporter (`spans`), when the headers' trace context is passed on unchanged."""
     given = headers.get(b"traceparent")
     state = headers.get(b"tracestate", b"").decode("latin-1")
     parent = parse(given.decode("latin-1"), state) if given is not None else None
