@@ -76,9 +76,10 @@ class Node:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[Node], None]) -> None:
-        """Run the loop until the node has drained or was stopped; it blocks. `on_ready` is called once, when bus and
-        controllers have answered. StartError when the bus or all controllers are missing after `wait_s`; Replaced when
-        one of our ranks was started again elsewhere; EngineDied when a runner is dead."""
+        """Run the loop until the node has drained or was stopped; it blocks. `on_ready` is called once, when the bus
+        and all controllers have answered, or after `wait_s` when at least one has answered each rank. StartError when
+        the bus or all controllers are missing then; Replaced when one of our ranks was started again elsewhere;
+        EngineDied when a runner is dead."""
         self._on_ready = on_ready
         self.loop.run()
         failure = self.failure or self.host.failure

@@ -90,6 +90,7 @@ class Membership:
             yield from instance.ranks.values()
 
     def get(self, key: MemberKey) -> KnownRank | None:
+        """Return the record of a rank; None if it is unknown."""
         instance = self._instances.get(key[0])
         return instance.ranks.get(key[1]) if instance else None
 
@@ -120,8 +121,8 @@ class Membership:
         return rank
 
     def refusal(self, member: Member, now: float) -> str:
-        """Return why `member` contradicts the living ranks of its instance (a key of `counts`); an empty string if it
-        does not. Nothing changes."""
+        """Return why `member` is invalid or contradicts the living ranks of its instance (a key of `counts`); an empty
+        string if neither. Nothing changes."""
         if member.dp_rank >= member.dp_size:
             return "bad_rank"
         instance = self._instances.get(member.instance)

@@ -55,6 +55,7 @@ class Timer:
         self.active = True
 
     def cancel(self) -> None:
+        """Make the call not happen (again); idempotent."""
         self.active = False
 
 

@@ -37,8 +37,8 @@ def serve(
     loop: Loop, host: str, port: int, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str] = lambda: "",
     targets: Callable[[], list[dict[str, Any]]] | None = None, labels: Mapping[str, str] | None = None,
 ) -> Callable[[], None]:  # fmt: skip
-    """Serve from a thread of its own until the returned function is called, on the loop's thread. StartError if the
-    port is taken.
+    """Serve from a thread of its own until the returned function is called, which waits for that thread. StartError if
+    the port is taken.
 
     `gather`, `unready` (why the part cannot work now; empty: it can) and `targets` (in the form of `http_sd`; None: no
     such page) are called on the loop's thread each GATHER_S. `labels` go to each sample of the part.

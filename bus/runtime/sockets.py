@@ -135,8 +135,8 @@ class Sockets:
     # --- kinds ------------------------------------------------------------------------------------------------
 
     def pub(self, connect: str) -> Socket:
-        """Return a PUB connected to the broker's endpoint. StartError for an address that cannot be, ConfigError as
-        `check`, here and below."""
+        """Return a PUB connected to the broker's endpoint. As for all that connect: StartError for a wrong address,
+        ConfigError as `check` raises it."""
         return self._connect(self._new(zmq.PUB, HEADER_MAX), connect)
 
     def sub(self, connect: str, topics: tuple[bytes, ...]) -> Socket:

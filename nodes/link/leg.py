@@ -337,6 +337,7 @@ class Legs:
         return iter(list(self._legs.values()))
 
     def get(self, rid: str) -> Leg | None:
+        """Return the live leg of this rid; None if there is none."""
         return self._legs.get(rid)
 
     def check_space(self, leg: Leg, waiting: int) -> None:

@@ -199,6 +199,7 @@ class LinkedRank:
         self.driver.apply(self.core.unread(leg, self._host.now))
 
     def steps(self) -> tuple[int, bool, int]:
+        """Return (forward steps done, whether one is running, seq of the newest load), for a pong."""
         return self.runner.load().step, self.runner.busy, self.publisher.load_seq
 
     def recall(self, rid: str) -> tuple[TraceEvent, ...]:

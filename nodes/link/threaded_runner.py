@@ -110,8 +110,9 @@ class LegAccounting:
 
 
 class ThreadedRunner:
-    """The runner of one rank whose legs run on the scheduler's thread. `order` passes Start, Cancel and Release to that
-    thread. This object belongs to the link's thread."""
+    """The runner of one rank whose legs run on the scheduler's thread: the methods of `nodes.link.runner.Runner` count
+    the legs and pass them on through `order` (Start, Cancel or Release), and `on_event` brings the scheduler's events
+    back. This object belongs to the link's thread."""
 
     def __init__(self, facts: RankFacts, order: Orders) -> None:
         self.facts = facts
@@ -142,9 +143,11 @@ class ThreadedRunner:
 
     @property
     def busy(self) -> bool:
+        """True while the scheduler says so in its last report."""
         return self._load.busy
 
     def load(self) -> Load:
+        """Return the load: the legs counted here, corrected by the scheduler's last report."""
         legs, load = self._legs, self._load
         return Load(
             seq=0,
@@ -174,7 +177,8 @@ class ThreadedRunner:
     # --- from the scheduler, on the link's thread ---------------------------------------------------------------
 
     def on_event(self, event: RunnerEvent) -> bool:
-        """Count an event of the scheduler and pass it on. Return false for an invalid one: its leg has failed."""
+        """Count an event of the scheduler and emit it; an event of a leg that is over is dropped. Return false for an
+        invalid one: its leg has failed."""
         if type(event) is Output and event.leg in self._legs and not _why_invalid_output(event, self.facts):
             self._outputs += 1  # one for each token, hence the short way
             self._output_tokens += len(event.tokens)

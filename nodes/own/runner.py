@@ -75,6 +75,8 @@ class OwnRunner:
     # --- from the link ------------------------------------------------------------------------------------------
 
     def start(self, leg: Leg) -> None:
+        """Give the leg to the scheduler. A decode leg's first token, which prefill has sampled, is emitted at once; a
+        leg that needs no more ends here."""
         handle = leg.handle
         if handle is not None:  # prefill has made the first token: the client need not wait for our memory
             if leg.wants_logprobs != (handle.first_logprobs is not None):
@@ -102,6 +104,7 @@ class OwnRunner:
         )
 
     def cancel(self, leg: Leg) -> None:
+        """Drop the leg and free its blocks, in whatever state it is."""
         self._fetching.pop(leg.seq, None)
         self.scheduler.cancel(leg.seq)
 
@@ -112,6 +115,7 @@ class OwnRunner:
         return self.scheduler.busy
 
     def load(self) -> Load:
+        """Return the load as scheduler and output counts have it now."""
         s = self.scheduler
         return Load(
             seq=0,
@@ -131,6 +135,8 @@ class OwnRunner:
         )
 
     def turn(self, now: float) -> None:
+        """Submit the next step to the engine, if none runs; begin to fetch the KV caches of decode legs that were
+        admitted; emit which prompts began and how the cache changed."""
         plan = self.scheduler.plan()
         if plan is not None:
             self.engine.submit(plan, self._stepped)
@@ -159,6 +165,8 @@ class OwnRunner:
             self._emit(CacheChanged([events.restated(names, time.time())]))
 
     def tick(self, now: float) -> None:
+        """Ask again for KV blocks that did not come, fail the legs whose fetch gives up, and restate a part of the
+        cache if `restate_cache` was called."""
         if self._restating and self._kv_events is not None:
             self._restate(self._kv_events)
         for sequence in list(self._fetching.values()):
@@ -171,9 +179,12 @@ class OwnRunner:
     # --- KV blocks ----------------------------------------------------------------------------------------------
 
     def export(self, leg: Leg, index: int) -> memoryview:
+        """Return the bytes of block `index` of a leg whose KV cache is held here."""
         return self.engine.export_block(self.scheduler.sequence(leg.seq).table[index])
 
     def received(self, leg: Leg, index: int, data: bytes | memoryview, intact: bool, now: float) -> None:
+        """Take in a KV block of a leg's prompt: a damaged one is asked for again, and after the last one the leg
+        decodes. A block that was not asked for is ignored."""
         sequence = self._fetching.get(leg.seq)
         if sequence is None or index not in sequence.missing:
             return  # a duplicate, or never asked for

@@ -101,6 +101,7 @@ class VllmRunner(ThreadedRunner):
 
     @property
     def busy(self) -> bool:
+        """True while a request runs in the engine."""
         return bool(self._tasks)
 
     def load(self) -> Load:

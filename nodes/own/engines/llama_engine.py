@@ -85,12 +85,17 @@ class LlamaEngine:
         self._worker.start()
 
     def submit(self, plan: StepPlan, done: Done) -> None:
+        """Hand the plan to the worker; `done` gets the result on the loop's thread, unless the engine is closed
+        meanwhile."""
         self._plans.put((plan, done))
 
     def export_block(self, block: int) -> memoryview:
+        """Return the bytes of a block in the pool itself, read-only. IndexError for a block that is not there."""
         return self._bytes[self._span(block)].toreadonly()
 
     def import_block(self, block: int, data: memoryview | bytes) -> None:
+        """Copy `data` into a block of the pool. IndexError for a block that is not there, ValueError if the size is
+        wrong."""
         span = self._span(block)
         if memoryview(data).nbytes != self.spec.block_bytes:
             raise ValueError(f"a block of {self.spec.layout} has {self.spec.block_bytes} bytes, not {len(data)}")

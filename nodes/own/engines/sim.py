@@ -93,6 +93,8 @@ class SimEngine:
         self._pending: Any = None
 
     def submit(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
+        """Compute the plan now, and call `done` when its time by the timing model is over. After a hang fault it is
+        never called."""
         assert self._pending is None, f"step {plan.number} submitted while another runs"
         began = self._loop.clock()
         duration_s = self._timing.rows_s(plan.rows)
@@ -113,14 +115,18 @@ class SimEngine:
         self._pending = self._loop.call_later(max(0.0, duration_s - spent_s), answer)
 
     def export_block(self, block: int) -> memoryview:
+        """Return the bytes of a block, which are zeros if it was never written. IndexError for a block that is not
+        there."""
         return memoryview(self._block(block))
 
     def import_block(self, block: int, data: memoryview | bytes) -> None:
+        """Copy `data` into a block. IndexError for a block that is not there, ValueError if the size is wrong."""
         if len(data) != self.spec.block_bytes:
             raise ValueError(f"a block of {self.spec.layout} has {self.spec.block_bytes} bytes, not {len(data)}")
         self._block(block)[:] = data
 
     def close(self) -> None:
+        """Drop the result of the step that runs, if any."""
         if self._pending is not None:
             self._pending.cancel()
             self._pending = None
