@@ -379,7 +379,7 @@ class BrokerStatus(Message, frozen=True, tag="broker_counts"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The message before it was invalid or not allowed; the connection stays usable."""
+    """The answer to a message that was invalid or not allowed; the connection stays usable."""
 
     code: Code
     message: Sentence
@@ -431,7 +431,7 @@ class Welcome(_OfController, frozen=True, tag="welcome"):
 
 
 class Who(Message, frozen=True, tag="who"):
-    """The receiver does not know the sender (it restarted, or the connection is new): send hello again."""
+    """Controller to rank: I do not know you (the controller restarted, or the connection is new); send hello again."""
 
 
 class Ping(Message, frozen=True, tag="ping"):
@@ -459,7 +459,8 @@ class TraceContext(Message, frozen=True):
 
 
 class Dispatch(Message, frozen=True, tag="dispatch"):
-    """Run one leg. Frames: header, [prompt,] params; decode legs carry no prompt frame unless the rank wants it."""
+    """Controller to rank: run one leg. Frames: header, [prompt,] params; decode legs carry no prompt frame unless the
+    rank wants it."""
 
     rid: Rid
     attempt: Attempt
@@ -515,7 +516,7 @@ class Ended(Message, frozen=True):
 
 
 class Progress(_Named, frozen=True, tag="progress"):
-    """Node to controller, at most one per step: legs that produced their first output, and legs that ended."""
+    """Rank to controller, at most one per step: legs that produced their first output, and legs that ended."""
 
     instance: Name
     dp_rank: DpRank
@@ -563,8 +564,8 @@ class HistoryReply(Message, frozen=True, tag="recalled"):
 
 
 class Submit(Message, frozen=True, tag="submit"):
-    """A request. Frames: header, prompt (int32 little-endian token ids), params (`Params`). The controller reads the
-    header.
+    """Client to controller: a request. Frames: header, prompt (int32 little-endian token ids), params (`Params`). The
+    controller reads the header.
 
     `routed_dp_rank` fixes this leg's rank (in a pair: the decode leg's). `disagg_prefill_dp_rank` fixes the prefill
     leg's rank in a pair, and gives a lone decode leg the rank of its prefill. `instance` and `prefill_instance` name
@@ -663,8 +664,8 @@ OPTIONAL_PARAMS: tuple[tuple[str, object], ...] = tuple(
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """The request was dispatched to these ranks (None: it has no such leg). The client attaches to `decode.endpoint`
-    for its tokens. It is sent again for a new attempt."""
+    """Controller to client: the request was dispatched to these ranks (None: it has no such leg). The client attaches
+    to `decode.endpoint` for its tokens. It is sent again for a new attempt."""
 
     rid: Rid
     attempt: Attempt
@@ -674,8 +675,8 @@ class Accepted(Message, frozen=True, tag="accepted"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """The request has ended without its answer, or was not taken. `retryable`: the same request may succeed later,
-    after `retry_after_s`."""
+    """Controller to client: the request has ended without its answer, or was not taken. `retryable`: the same request
+    may succeed later, after `retry_after_s`."""
 
     rid: Annotated[str, Meta(max_length=128)]
     attempt: Count
@@ -686,7 +687,8 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """The request has ended well; `legs` are those that ended with `ok`, so a lost prefill leg is not among them."""
+    """Controller to client: the request has ended well. `legs` are those that ended with `ok`, so a lost prefill leg is
+    not among them."""
 
     rid: Rid
     attempt: Attempt
@@ -822,7 +824,7 @@ class DrainRole(Message, frozen=True, tag="drain_role"):
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """Send me the tokens of `rid` from index `have` on; repeat it to ask again."""
+    """Client to rank: send me the tokens of `rid` from index `have` on. It is repeated to ask again."""
 
     rid: Rid
     attempt: Attempt
@@ -854,7 +856,7 @@ class MoreTokens(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
-    """Output tokens `start`, `start`+1, ...; empty as a sign of life. `finish` closes the stream."""
+    """Rank to client: output tokens `start`, `start`+1, ...; empty as a sign of life. `finish` closes the stream."""
 
     rid: Rid
     attempt: Attempt
@@ -876,7 +878,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
 
 
 class Detach(Message, frozen=True, tag="detach"):
-    """The reader has all it wants of `rid`: forget its output."""
+    """Client to rank: I have all I want of `rid`; forget its output."""
 
     rid: Rid
     attempt: Attempt
