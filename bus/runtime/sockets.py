@@ -147,8 +147,8 @@ class Sockets:
         return self._connect(socket, connect)
 
     def bus_in(self, topics: tuple[bytes, ...], *bind: str) -> Socket:
-        """Return the broker's bound SUB, to which publishers connect. Only messages under one of `topics` come here.
-        StartError where an endpoint is taken."""
+        """Return a bound SUB, to which publishers connect: the broker's, or a node's for its engine's events. Only
+        messages under one of `topics` come here. StartError where an endpoint is taken."""
         socket = self._new(zmq.SUB, HEADER_MAX)
         for topic in topics:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
