@@ -33,7 +33,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-front test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -156,6 +156,12 @@ test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes;
 		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
 			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_defaults.py tests/real_vllm/test_vllm_streams.py \
 			tests/real_vllm/test_vllm_live.py
+
+test-vllm-front: ## vLLM's own API server in front of the bus: every API, refusals, kills, the plugin, several servers
+	@echo "==> pytest tests/real_vllm/test_front_*.py"
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
+		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
+			tests/real_vllm/test_front_fields.py tests/real_vllm/test_front_live.py
 
 test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many minutes)
 	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"

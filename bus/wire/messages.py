@@ -866,7 +866,8 @@ class Tokens(Message, frozen=True, tag="tokens"):
     code: Code = "ok"
     message: Sentence = ""
     found_by: FoundBy = ""
-    cached_tokens: Count = 0  # with `finish`: how much of the prompt came from the prefix cache
+    # with the first tokens and with `finish`: how much of the prompt came from the prefix cache
+    cached_tokens: Count = 0
     logprobs: Annotated[
         tuple[TokenLogprobs, ...], Meta(max_length=MAX_LOGPROBS_PER_MESSAGE)
     ] = ()  # if asked for, one each

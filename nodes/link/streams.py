@@ -295,10 +295,11 @@ class Streams:
         leg.sent += len(ids)
         leg.sent_at = now
         found_by = leg.found_by if leg.output else ""
-        if not leg.finish or leg.sent < leg.produced:
-            return Tokens(leg.rid, leg.attempt, start, ids, found_by=found_by, logprobs=logprobs)
-        leg.finish_sent = True
         cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
+        if not leg.finish or leg.sent < leg.produced:
+            early = cached if not first and ids else 0  # with the first tokens, as some readers state it before the end
+            return Tokens(leg.rid, leg.attempt, start, ids, found_by=found_by, cached_tokens=early, logprobs=logprobs)
+        leg.finish_sent = True
         return Tokens(leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs)
 
     def _keep_early(self, rid: str, keep: Callable[[_Early], bool]) -> None:

@@ -31,6 +31,7 @@ from nodes.vllm.sampling import GRAMMARS, KNOWN, NOT_SPECULATING
 from nodes.vllm.smollm2 import hugging_face
 
 LOOPBACK = "127.0.0.1"
+FRONT = "PDBUS_VLLM_CONTROLLER"  # it makes vLLM's server a front of the bus (`pdbus.vllm_front`)
 HEARTBEATS = 6  # decode renews what it waits for so many times a lease
 
 log = get_logger("node")
@@ -43,6 +44,7 @@ def opened(
     """Load an engine and give the runners of its ranks; at the end everything it started is gone. ConfigError or
     StartError when that cannot begin."""
     versions.check_installed(split=config.role != "unified")
+    os.environ.pop(FRONT, None)  # with it vLLM would submit what it shall compute to the bus
     keep_stdout()
     before = dict(os.environ)
     try:

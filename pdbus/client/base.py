@@ -175,6 +175,12 @@ class BaseStream:
         them. They are there once the first piece has come."""
         return self._request.prompt_logprobs or ()
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens from a prefix cache, as far as a rank has reported them: with the first tokens at the latest of
+        a rank of this version, else with the end."""
+        return self._request.cached_tokens
+
     def cancel(self) -> None:
         """Cancel the request, from any thread, without waiting; the iteration then stops, and `result.finish` is
         `cancelled`. Nothing happens if it has ended."""

@@ -198,6 +198,7 @@ class ClientCore:
         if self._silent and request.decode is not None:
             self._silent.pop((request.decode.instance, request.decode.dp_rank), None)
         request.found_by = message.found_by or request.found_by
+        request.cached_tokens = message.cached_tokens or request.cached_tokens
         have, most = len(request.ids), request.max_tokens
         if message.start > have:
             return self._ask_for_gap(request, now)

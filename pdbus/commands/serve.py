@@ -8,6 +8,7 @@ import signal
 from typing import Literal
 
 import click
+from click.core import ParameterSource
 
 from bus.errors import ConfigError
 from bus.runtime import cli, logs, settings, spans
@@ -16,15 +17,39 @@ from pdbus.edge.config import EdgeConfig
 from pdbus.text.find import places_of
 
 NEEDED = ("uvicorn", "httptools", "uvloop")
+# The options that only the light edge has, and what does the same in vLLM's own server.
+LIGHT = {
+    "api_keys": "--api-key",
+    "tls_cert": "--ssl-certfile and --ssl-keyfile",
+    "tls_key": "--ssl-certfile and --ssl-keyfile",
+    "tokenizers": "--tokenizer",
+    "sampling_defaults": "--generation-config",
+    "chat_max_tokens": "--override-generation-config",
+    "cors_origins": "--allowed-origins",
+    "max_requests": "--max-num-queued-reqs",
+    "max_body_bytes": "a proxy in front",
+    "max_time_s": "a proxy in front",
+}
 
 
 @settings.command(
     "serve",
     reloads=("drain-s", "max-requests", "max-body-bytes", "max-time-s", "log-level"),
-    epilog="Any number of edges may run side by side. /docs lists the endpoints; /health and /ready are for probes, "
+    epilog="Arguments after -- are those of `vllm serve`, with --front vllm. Any number of edges may run side by side. "
+    "/docs lists the endpoints; /health and /ready are for probes, "
     "/metrics for Prometheus. SIGTERM lets requests finish.",
 )
 @cli.setting(EdgeConfig(), "--http", metavar="[HOST:]PORT", help="The address to listen on.")
+@click.option(
+    "--front",
+    type=click.Choice(["light", "vllm"]),
+    default="light",
+    show_default=True,
+    help="vllm: vLLM's own API server, with tools, /v1/responses and /v1/messages (docs/edge.md).",
+)
+@click.option(
+    "--model", default="", metavar="PATH", help="vllm: the ranks' model, for its tokenizer and configuration alone."
+)
 @controller_option
 @keys_option
 @click.option(
@@ -71,8 +96,11 @@ NEEDED = ("uvicorn", "httptools", "uvloop")
 @spans.otlp_endpoint_option
 @cli.log_level_option
 @cli.watch_parent_option
+@click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGUMENTS...]")
 def serve(
     http: str,
+    front: str,
+    model: str,
     controller: str,
     keys: str,
     key_name: str,
@@ -91,8 +119,19 @@ def serve(
     otlp_endpoint: str,
     log_level: str,
     watch_parent: bool,
+    vllm_args: tuple[str, ...],
 ) -> None:
     """Serve OpenAI's HTTP API in front of a running cluster."""
+    if front == "vllm":
+        _refuse_light_options()
+        config = EdgeConfig(
+            http=http, controller=controller, keys=keys, key_name=key_name, wait_s=wait_s, drain_s=drain_s
+        )
+        _serve_vllm(config, model, vllm_args, log_level, watch_parent)
+        return
+    if model or vllm_args:
+        given = "--model" if model else vllm_args[0]
+        raise ConfigError(f"{given}: it is for --front vllm (docs/edge.md says which front is for whom)")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"pdbus serve needs {', '.join(missing)}: pip install {' '.join(missing)}")
@@ -121,3 +160,26 @@ def serve(
         cli.leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
     with spans.exporting(otlp_endpoint, "edge") as exporter:
         run(config, lambda url: cli.ready(endpoint=url), ProgressLine(at_once=True).show, exporter)
+
+
+def _refuse_light_options() -> None:
+    context = click.get_current_context()
+    for name, instead in LIGHT.items():
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            option = next(each for each in context.command.params if each.name == name)
+            flag = max(option.opts, key=len)
+            raise ConfigError(f"{flag} is the light edge's; for --front vllm there is {instead}")
+
+
+def _serve_vllm(config: EdgeConfig, model: str, arguments: tuple[str, ...], log_level: str, watch_parent: bool) -> None:
+    from pdbus.vllm_front import server
+
+    server.check_installed()
+    if not model:
+        raise ConfigError("--front vllm needs --model PATH: the folder of the ranks' model, or its name")
+    logs.configure(log_level, part="edge")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level.upper())
+    if watch_parent:
+        cli.leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    progress = ProgressLine(at_once=True)
+    server.serve(config, model, arguments, lambda url: cli.ready(endpoint=url), progress.show)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -119,6 +120,18 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     help="Append each part's log to a file here, and keep it  [default: removed with the cluster]",
 )
 @click.option("--http", default="", metavar="[HOST:]PORT", help="Serve OpenAI's HTTP API there  [default: no]")
+@click.option(
+    "--front",
+    type=click.Choice(["light", "vllm"]),
+    default=None,
+    help="What serves it: our light edge, or vLLM's own server  [default: vllm with --engine vllm, else light]",
+)
+@click.option(
+    "--front-args",
+    default="",
+    metavar="'ARGUMENT ...'",
+    help="vllm: arguments of its server, as in: --front-args '--enable-auto-tool-choice --tool-call-parser hermes'",
+)
 @tokenizers_option
 @click.option(
     "--metrics-port",
@@ -170,6 +183,8 @@ def up(
     log_level: str,
     log_dir: str,
     http: str,
+    front: Literal["light", "vllm"] | None,
+    front_args: str,
     tokenizers: tuple[str, ...],
     metrics_port: int,
     ray: bool,
@@ -209,6 +224,8 @@ def up(
         log_dir=log_dir,
         log_level=log_level,
         http=http,
+        front=front or ("vllm" if engine == "vllm" and http and not ray and not tokenizers else "light"),
+        front_args=_words("--front-args", front_args),
         tokenizers=tokenizers,
         metrics_port=metrics_port,
         node_args=node_args,
@@ -224,6 +241,8 @@ def up(
             *(word for each in slo_classes for word in ("--slo-class", each)),
         ),
     )
+    if spec.http and spec.front == "vllm":
+        _check_front(spec, ray)
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()
     outlive_readers()
@@ -289,6 +308,25 @@ def _arguments(engine: str | None, given: tuple[str, ...]) -> tuple[tuple[str, .
     return given[:at], given[at + 1 :]
 
 
+def _words(option: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def _check_front(spec: ClusterSpec, ray: bool) -> None:
+    from pdbus.vllm_front.server import check_installed
+
+    if ray:
+        raise ConfigError(
+            "--front vllm: with --ray there is the light edge; start `pdbus serve --front vllm` beside it"
+        )
+    if spec.model in ("sim", "tiny"):
+        raise ConfigError(f"--front vllm needs a model that vLLM knows, which {spec.model} is not")
+    check_installed()
+
+
 def _print_line(line: str) -> None:
     print(f"pdbus up: {line}", file=sys.stderr, flush=True)
 
@@ -313,4 +351,8 @@ def _show(cluster: Cluster | RayCluster) -> None:
     click.echo(f"Try, from another terminal:  pdbus generate{usual} 'What is a load balancer?'   (Ctrl-C ends it all)")
     if edge := cluster.children.get("edge"):
         url = edge.facts["endpoint"]
-        click.echo(f"or:  {curl_line(url, cluster.spec.model)}\nor talk to it at {url}/ (the API: {url}/docs)")
+        click.echo(f"or:  {curl_line(url, cluster.spec.model)}")
+        if cluster.spec.front == "vllm":
+            click.echo(f"This is vLLM's own server (the API: {url}/docs); the light edge instead: --front light")
+        else:
+            click.echo(f"or talk to it at {url}/ (the API: {url}/docs)")

@@ -13,7 +13,6 @@ import socket
 import ssl
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -22,35 +21,18 @@ import uvloop
 
 from bus.endpoints import default_controller, why_silent
 from bus.errors import ConfigError, PartFailed, StartError
-from bus.runtime.keys import EDGE, load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.reload import Reload
 from bus.runtime.spans import Spans
-from pdbus.client import AsyncClient
 from pdbus.edge.app import LOOK_S, Edge
+from pdbus.edge.client import EdgeClient
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.connection import Connection, connections_of
 
 BACKLOG = 2048
 PROGRESS_S = 2.0
-OVERLOADED_S = 1.0  # how long an overloaded cluster is retried; longer back-off is the client's
-NO_RANK_S = 5.0  # how long to wait for a restarting rank
 
 log = get_logger("edge")
-
-
-class EdgeClient(AsyncClient):
-    """The edge's client of the cluster. It uses a client's key, never an admin's key in the same directory."""
-
-    def __init__(self, controller: str, config: EdgeConfig) -> None:
-        self._config = config
-        super().__init__(controller, retries=12, overloaded_s=OVERLOADED_S, no_rank_s=NO_RANK_S)
-
-    def _start(self, keys: str | Path, seed: int | None) -> None:
-        super()._start(keys, seed)
-        config = self._config
-        if config.keys:
-            self._keys = load_keys(config.keys, "clients", name=config.key_name, default=EDGE)
 
 
 def serve(
@@ -71,7 +53,7 @@ async def _serve(
 ) -> None:
     listener = listen(config)
     controller = config.controller or default_controller()
-    async with EdgeClient(controller, config) as client:
+    async with EdgeClient(controller, config.keys, config.key_name) as client:
         edge = Edge(config, client, spans=spans)
         server = Server(config, edge)
         if click.get_current_context(silent=True) is not None:

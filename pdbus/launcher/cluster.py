@@ -245,12 +245,12 @@ class Cluster:
         if self.spec.embedded:
             self._embed()
         parts = self.spec.parts(self._addresses)
-        self._wait_ready([self._spawn(part) for part in parts if part.kind != "node"])
+        self._wait_ready([self._spawn(part) for part in parts if part.early])
         keep: Callable[[], None] = lambda: None  # noqa: E731
         if self._restarts is not None and self.children:
             supervisor = Supervisor(_NamedParts(self, tuple(self.children)), self._restarts, self._notify)
             keep = lambda: supervisor.turn(0.0)  # noqa: E731
-        nodes = [self._spawn(part) for part in parts if part.kind == "node"]
+        nodes = [self._spawn(part) for part in parts if not part.early]
         wait_ready(nodes, self.spec.start_timeout_s, self._progress, keep)
 
     def _embed(self) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from bus.arguments import typed
 from bus.errors import ConfigError
 from bus.wire.messages import Role
+from pdbus.vllm_front.launch import model_arguments
 
 Kind = Literal["broker", "controller", "node", "edge"]
 
@@ -22,6 +23,11 @@ class PartSpec:
     args: tuple[str, ...]
     metrics_port: int = 0  # already among `args`; 0: it serves no metrics
     env: dict[str, str] = field(default_factory=dict)  # additional environment of this part
+
+    @property
+    def early(self) -> bool:
+        """True if it is ready before any node is started: all but nodes, and an edge that takes as long as they do."""
+        return self.kind != "node" and "--front" not in self.args
 
     @property
     def duty(self) -> str:
@@ -66,6 +72,8 @@ class ClusterSpec:
     log_dir: str = ""  # directory of the parts' logs, which then outlive the cluster
     log_level: str = "info"  # debug, info, warning or error
     http: str = ""  # where an HTTP edge listens ([host:]port); empty: there is none
+    front: Literal["light", "vllm"] = "light"  # which HTTP edge: ours, or vLLM's own server in front of the bus
+    front_args: tuple[str, ...] = ()  # more arguments of vLLM's own server
     tokenizers: tuple[str, ...] = ()  # for the edge's text, as [MODEL=]DIR; empty: the models' own files
     metrics_port: int = 0  # the first part's metrics port; the others get the next ones (0: none)
     start_timeout_s: float = 120.0  # how long all parts may take to be ready
@@ -98,6 +106,10 @@ class ClusterSpec:
             raise ConfigError("an embedded cluster has one controller")
         if self.embedded and (self.controller_args or self.broker_args):
             raise ConfigError("an embedded broker and controller take no command line")
+        if self.front == "vllm" and self.tokenizers:
+            raise ConfigError("--tokenizer is the light edge's; for --front vllm: --front-args '--tokenizer DIR'")
+        if self.front_args and self.front != "vllm":
+            raise ConfigError("--front-args are for --front vllm")
         if self.http and self.controllers != "one":
             raise ConfigError("an HTTP edge needs one controller for all requests")
         if self.embedded and self.metrics_port:
@@ -146,9 +158,16 @@ class ClusterSpec:
             parts = self._with_metrics(parts)
         if self.http:  # its own port also serves its metrics
             args = ("serve", "--http", self.http, "--controller", next(iter(at.controllers.values())), *common)
-            args += tuple(word for each in self.tokenizers for word in ("--tokenizer", each))
+            if self.front == "vllm":
+                args += ("--front", "vllm", "--model", self.model, "--", *self._of_model(), *self.front_args)
+            else:
+                args += tuple(word for each in self.tokenizers for word in ("--tokenizer", each))
             parts.append(PartSpec("edge", "edge", "pdbus", args))
         return parts
+
+    def _of_model(self) -> tuple[str, ...]:
+        """Return those of the engine's arguments that say something of the model and its text."""
+        return model_arguments(self.engine_args) if self.engine == "vllm" else ()
 
     def _with_gpus(self, parts: list[PartSpec]) -> list[PartSpec]:
         gpus, nodes = iter(self.gpus), sum(part.kind == "node" for part in parts)

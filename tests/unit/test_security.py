@@ -37,8 +37,7 @@ from bus.runtime.keys import (
     revoke_key,
 )
 from bus.runtime.sockets import Sockets
-from pdbus.edge.config import EdgeConfig
-from pdbus.edge.server import EdgeClient
+from pdbus.edge.client import EdgeClient
 
 
 def _exchange(server: Sockets, client: Sockets, *, domain: Domain = "clients", wait_ms: int = 60_000) -> str:
@@ -377,9 +376,8 @@ def test_an_edge_takes_a_clients_key_and_never_an_admins(cluster: Path, tmp_path
     revoke_key(cluster, "clients", "alice")
     with pytest.raises(ConfigError, match=r"no secret of a client; make it one: pdbus keys add .*keys client edge$"):
         of_an_edge(cluster)
-    config = EdgeConfig(keys=str(cluster), key_name="carol")
     with pytest.raises(ConfigError, match=r"carol.secret is missing; make it with: pdbus keys add .* client carol$"):
-        EdgeClient("tcp://127.0.0.1:1", config)
+        EdgeClient("tcp://127.0.0.1:1", str(cluster), "carol")
 
 
 def test_what_was_revoked_is_made_again_only_when_it_is_asked_for(cluster: Path) -> None:

@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,6 +44,28 @@ def test_mistakes_are_one_line(args: list[str], words: str) -> None:
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_node_never_submits_to_its_own_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable that makes vLLM's server a front would make a rank's engine one too, so it is gone before vLLM is
+    imported."""
+    seen: list[bool] = []
+
+    @contextmanager
+    def opened(*_: object) -> Iterator[object]:
+        seen.append("PDBUS_VLLM_CONTROLLER" in os.environ)
+        yield object()
+
+    monkeypatch.setenv("PDBUS_VLLM_CONTROLLER", "tcp://127.0.0.1:5560")
+    monkeypatch.setattr(versions, "check_installed", lambda split: None)
+    monkeypatch.setattr(main, "keep_stdout", lambda: None)
+    monkeypatch.setattr(main, "_opened", opened)
+    with main.opened(SimpleNamespace(role="decode"), "m", (), None):  # type: ignore[arg-type]
+        pass
+    assert seen == [False]
+    from pdbus.vllm_front.settings import CONTROLLER
+
+    assert main.FRONT == CONTROLLER
 
 
 def test_a_vllm_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "bus.runtime.sockets:Sockets.router", "if answers_one_frame:", "if False:"),
     # the edge, and the rest
     Cut("S52", "unit/test_security.py::test_an_edge_takes_a_clients_key_and_never_an_admins",
-        "pdbus.edge.server:EdgeClient._start", '"clients", name', '"clients", "admins", name'),
+        "pdbus.edge.client:EdgeClient._start", '"clients", name', '"clients", "admins", name'),
     Cut("S53", "unit/test_text_folder.py::test_a_template_may_refuse_and_may_not_escape",
         "pdbus.text.templates:_environment", "from jinja2.sandbox import ImmutableSandboxedEnvironment",
         "from jinja2 import Environment as ImmutableSandboxedEnvironment"),

@@ -1,0 +1,77 @@
+"""One HTTP request as this package sees it: what its headers ask for, and how it fared on the bus. Pure.
+
+The middleware makes one for each HTTP request, the core finds it by the context of the task that submits, and both
+speak through it. It owns the shapes in which each API states an error.
+"""
+
+from __future__ import annotations
+
+import json
+from contextvars import ContextVar
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Literal
+
+Api = Literal["openai", "responses", "anthropic"]
+PATHS: dict[str, Api] = {
+    "/v1/chat/completions": "openai",
+    "/v1/completions": "openai",
+    "/v1/responses": "responses",
+    "/v1/messages": "anthropic",
+}
+ANTHROPIC_TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed: a status, a sentence, the field at fault, and how long to wait before a new try."""
+
+    status: int
+    message: str
+    param: str | None = None
+    retry_after_s: float = 0.0
+
+    def body(self, api: Api) -> bytes:
+        """Return the body of an answer that is this failure."""
+        if api == "anthropic":
+            return json.dumps(self._of_anthropic()).encode()
+        error = {
+            "message": self.message,
+            "type": "BadRequestError" if self.status == 400 else HTTPStatus(self.status).phrase,
+            "param": self.param,
+            "code": self.status,
+        }
+        return json.dumps({"error": error}).encode()
+
+    def event(self, api: Api, number: int = 0) -> bytes:
+        """Return the event that ends a stream with this failure; `number` is its place in a Responses stream."""
+        if api == "anthropic":
+            return b"event: error\ndata: " + json.dumps(self._of_anthropic()).encode() + b"\n\n"
+        if api == "responses":
+            event = {
+                "type": "error",
+                "code": str(self.status),
+                "message": self.message,
+                "param": self.param,
+                "sequence_number": number,
+            }
+            return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+        return b"data: " + self.body(api) + b"\n\n"
+
+    def _of_anthropic(self) -> dict[str, Any]:
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+class Asked:
+    """One HTTP request: the headers by name in lower case, and how far it came."""
+
+    __slots__ = ("began", "failure", "headers")
+
+    def __init__(self, headers: dict[str, str]) -> None:
+        self.headers = headers
+        self.began = False  # a first output came from the bus
+        self.failure: Failure | None = None
+
+
+ASKED: ContextVar[Asked | None] = ContextVar("pdbus_asked", default=None)

@@ -1,0 +1,326 @@
+"""Stands for vLLM's client of an engine core: each request is submitted to the bus, and its tokens come back.
+
+Owns the requests of one server process and their streams. `fields` and `records` translate; the client library
+retries and resumes behind a stream, so vLLM sees a pause at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from bus.errors import BusError, ConfigError, PartFailed, RequestFailed
+from bus.runtime.logs import Logger
+from bus.wire.codes import status_of
+from bus.wire.messages import TokenLogprobs
+from pdbus.client import AsyncStream, Options
+from pdbus.edge.client import EdgeClient
+from pdbus.edge.cluster import View
+from pdbus.vllm_front import records
+from pdbus.vllm_front.asked import ASKED, Asked, Failure
+from pdbus.vllm_front.fields import Unsupported, options_of
+from pdbus.vllm_front.metrics import FAILED
+from pdbus.vllm_front.settings import Settings
+
+LOOK_S = 1.0  # between two questions for the controller's status
+RETRY_AFTER_S = 1.0  # for a 503 without a hint
+OVERLOADED_MOST_S = 10.0  # how long one refusal as overloaded may stand for the next requests
+DRAIN_POLL_S = 0.05
+
+log = Logger("vllm.pdbus")  # under this name it shows in vLLM's own log
+
+
+class Resources:
+    """What vLLM asks of its engine's processes: there are none, so none is ever dead."""
+
+    engine_dead = False
+
+
+class Running:
+    """One request of vLLM's: its stream on the bus, and the last tokens, which are held back until it is known whether
+    they end the output. vLLM wants the end together with the last token."""
+
+    __slots__ = (
+        "asked", "began", "error", "held", "held_logprobs", "id", "listed", "max_tokens", "prompt_tokens", "queued_at",
+        "seen", "stops", "stream", "task", "top", "unnamed_stop",
+    )  # fmt: skip
+
+    def __init__(self, request: Any, asked: Asked | None) -> None:
+        params = request.sampling_params
+        self.id: str = request.request_id
+        self.asked = asked
+        self.prompt_tokens = len(request.prompt_token_ids)
+        self.max_tokens: int = params.max_tokens or 0
+        self.top: int | None = params.logprobs
+        self.unnamed_stop: int | None = None if params.ignore_eos else params.eos_token_id
+        self.stops = frozenset(params.stop_token_ids or ()) | {self.unnamed_stop}
+        self.queued_at = time.monotonic()
+        self.stream: AsyncStream | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.error: Exception | None = None
+        self.began = False  # vLLM has had its first output
+        self.listed = False  # it has news
+        self.seen = 0  # tokens that came
+        self.held: list[int] = []
+        self.held_logprobs: list[TokenLogprobs] = []
+
+    def take(self) -> Any:
+        """Return what has come as one output; None where nothing is to be passed on yet. Raises RequestFailed where the
+        request has failed."""
+        assert self.stream is not None
+        ids, logprobs = self.held, self.held_logprobs
+        while (piece := self.stream.take()) is not None:
+            self.seen += len(piece.ids)
+            ids.extend(piece.ids)
+            logprobs.extend(piece.logprobs)
+        result = self.stream.result
+        if result is not None and result.finish not in records.FINISHES:
+            result.raise_if_failed()
+            raise RequestFailed("cancelled", result.message or "the request was cancelled")
+        if result is None and (not ids or ids[-1] in self.stops or self.seen >= self.max_tokens):
+            return None  # the end may come with the next message
+        self.held, self.held_logprobs = [], []
+        if result is None:
+            return records.output(self.id, ids, logprobs, self.top, None, None)
+        last = result.ids[-1] if result.ids else None
+        named = result.finish == "stop" and last in self.stops and last != self.unnamed_stop
+        return records.output(self.id, ids, logprobs, self.top, result.finish, last if named else None)
+
+
+class BusCore:
+    """The client of the bus in the place of vLLM's client of an engine core. All methods but `shutdown` belong to the
+    server's event loop."""
+
+    def __init__(self, vllm_config: Any, settings: Settings) -> None:
+        self.vllm_config = vllm_config
+        self.resources = Resources()
+        self.engine_ranks_managed = [0]
+        self.processor: Any = None  # vLLM's OutputProcessor, once AsyncLLM has it
+        self.view = View()
+        self.draining = False
+        self._settings = settings
+        self._reasons = bool(vllm_config.structured_outputs_config.reasoning_parser)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: EdgeClient | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._live: dict[str, Running] = {}
+        self._news: list[Running] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._overloaded_until = -math.inf
+
+    # --- what vLLM calls --------------------------------------------------------------------------------------------
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def add_request_async(self, request: Any) -> None:
+        """Submit a request. Raises vLLM's error for a field that cannot be carried."""
+        self._start()
+        asked = ASKED.get()
+        try:
+            options = options_of(request, reasons=self._reasons)
+        except Unsupported as error:
+            self._forget(request.request_id)
+            if asked is not None:
+                asked.failure = Failure(400, str(error), error.name)
+            raise records.error_of(Failure(400, str(error), error.name)) from None
+        if model := self._model():
+            options["model"] = model
+        running = self._live[request.request_id] = Running(request, asked)
+        running.task = asyncio.create_task(self._submit(running, request.prompt_token_ids, options))
+
+    async def get_output_async(self) -> Any:
+        """Return what has come of all requests since the last call; waits for something."""
+        self._start()
+        while True:
+            news, self._news = self._news, []
+            found = [record for running in news if (record := self._taken(running)) is not None]
+            if found:
+                waiting = sum(not running.began for running in self._live.values())
+                return records.outputs(found, len(self._live) - waiting, waiting)
+            if not self._news:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Cancel requests at their ranks."""
+        for request_id in request_ids:
+            self._cancel(request_id)
+
+    async def reset_mm_cache_async(self) -> None: ...
+
+    async def reset_encoder_cache_async(self) -> None: ...
+
+    def dp_engines_running(self) -> bool:
+        return bool(self._live)
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        return {}
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Let requests finish for `timeout` seconds, then fail them. Waits in another thread than the loop's alone."""
+        loop = self._loop
+        self.draining = True
+        if loop is None or loop.is_closed():
+            return
+        with suppress(RuntimeError):
+            if asyncio.get_running_loop() is loop:
+                self._end()
+                return
+        until = time.monotonic() + (timeout or 0.0)
+        while self._live and time.monotonic() < until:
+            time.sleep(DRAIN_POLL_S)
+        ended = threading.Event()
+        with suppress(RuntimeError):  # the loop has just been closed
+            loop.call_soon_threadsafe(self._end, ended)
+            ended.wait(1.0)
+
+    # --- what the middleware asks -------------------------------------------------------------------------------------
+
+    def unready(self) -> str:
+        """Return the reason why nothing can be served now; empty: something can."""
+        return "the server is shutting down" if self.draining else self.view.unready(time.monotonic())
+
+    def refusal(self) -> Any:
+        """Return the error with which a request is refused before it is submitted; None: it is not refused."""
+        now = time.monotonic()
+        if why := self.unready():
+            return records.error_of(Failure(503, why, None, RETRY_AFTER_S))
+        if now < self._overloaded_until:
+            FAILED.labels("overloaded_before").inc()
+            return records.error_of(Failure(503, "the cluster is overloaded; try again later"))
+        return None
+
+    def hint_s(self) -> float:
+        """Return how long a client that was refused should wait, in seconds; 0: no advice."""
+        return max(0.0, self._overloaded_until - time.monotonic())
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._client is None:
+            self._loop = asyncio.get_running_loop()
+            settings = self._settings
+            self._client = EdgeClient(settings.controller, settings.keys, settings.key_name)
+            self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        assert self._client is not None
+        while True:
+            with suppress(BusError):  # the last status stays, and gets old
+                seen = await self._client.status(timeout_s=LOOK_S)
+                fresh = self.view.seen is None
+                self.view = self.view.followed_by(seen, time.monotonic())
+                if fresh:
+                    models = ", ".join(self.view.models) or "none yet"
+                    log.info("pdbus.front.connected", controller=self._settings.controller, models=models)
+            await asyncio.sleep(0.1 if self.view.seen is None else LOOK_S)
+
+    def _model(self) -> str:
+        """Return the model's name on the bus: the one that was set, else the served name where ranks have it."""
+        if self._settings.model:
+            return self._settings.model
+        served = self.vllm_config.model_config.served_model_name
+        for name in [served] if isinstance(served, str) else served or ():
+            if name in self.view.models:
+                return str(name)
+        return ""
+
+    async def _submit(self, running: Running, ids: list[int], options: Options) -> None:
+        assert self._client is not None
+        try:
+            running.stream = await self._client.generate_tokens(ids, **options)
+        except (BusError, TypeError) as error:
+            running.error = error
+            self._told(running)
+            return
+        running.stream.on_update(lambda: self._told(running))
+        self._told(running)
+
+    def _told(self, running: Running) -> None:
+        if not running.listed:
+            running.listed = True
+            self._news.append(running)
+            if self._wake is not None and not self._wake.done():
+                self._wake.set_result(None)
+
+    def _taken(self, running: Running) -> Any:
+        running.listed = False
+        if self._live.get(running.id) is not running:
+            return None  # it was cancelled
+        try:
+            if running.error is not None:
+                raise running.error
+            assert running.stream is not None
+            record = running.take()
+        except Exception as error:
+            self._fail(running, error)
+            return None
+        if running.stream.result is not None:
+            del self._live[running.id]
+        if record is not None and not running.began:
+            running.began = True
+            if running.asked is not None:
+                running.asked.began = True
+            cached = running.stream.cached_tokens
+            records.began(record, running.prompt_tokens, cached, running.queued_at)
+        return record
+
+    def _fail(self, running: Running, error: Exception) -> None:
+        """End a request with vLLM's form of an error, whatever it is: one that vLLM does not hear of would hang."""
+        failure = self._failure(error)
+        if running.asked is not None:
+            running.asked.failure = failure
+        self._cancel(running.id)
+        for other in records.fail(self.processor, running.id, records.error_of(failure)):
+            self._cancel(other)
+
+    def _failure(self, error: Exception) -> Failure:
+        if isinstance(error, ConfigError):  # the message begins with the option at fault
+            FAILED.labels("bad_request").inc()
+            word = str(error).split(maxsplit=1)[0].rstrip(":")
+            return Failure(400, str(error), word if word in Options.__annotations__ else None)
+        if isinstance(error, RequestFailed):
+            FAILED.labels(error.code).inc()
+            if error.code != "overloaded":
+                return Failure(status_of(error.code), error.message, None, error.retry_after_s)
+            hint_s = min(max(error.retry_after_s, RETRY_AFTER_S), OVERLOADED_MOST_S)
+            self._overloaded_until = time.monotonic() + hint_s
+            return Failure(503, error.message, None, hint_s)
+        if isinstance(error, BusError):
+            FAILED.labels("part_failed" if isinstance(error, PartFailed) else "peer_lost").inc()
+            return Failure(503, str(error), None, RETRY_AFTER_S)
+        FAILED.labels("crashed").inc()
+        log.exception("pdbus.front.crashed")
+        return Failure(500, "the server has failed; its log says why")
+
+    def _cancel(self, request_id: str) -> None:
+        running = self._live.pop(request_id, None)
+        if running is None:
+            return
+        if running.stream is not None:
+            running.stream.on_update(None)
+            running.stream.cancel()
+        elif running.task is not None:
+            running.task.cancel()
+
+    def _forget(self, request_id: str) -> None:
+        """Take a refused request out of vLLM's tables, which vLLM itself does for one of several answers alone."""
+        if self.processor is not None:
+            state = self.processor.request_states.get(request_id)
+            if state is not None and state.parent_req is None:
+                self.processor.abort_requests([request_id], internal=True)
+
+    def _end(self, ended: threading.Event | None = None) -> None:
+        for running in list(self._live.values()):
+            self._fail(running, RequestFailed("shutting_down", "the server is shutting down"))
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._client is not None and self._loop is not None:
+            self._closing = self._loop.create_task(self._client.close())
+        if ended is not None:
+            ended.set()

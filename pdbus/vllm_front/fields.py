@@ -1,0 +1,209 @@
+"""What becomes of each field of vLLM's requests: an option of the bus, work of vLLM's server, or a refusal by name.
+
+Pure, and it imports no vLLM: it reads attributes. A field that stands in no table is refused where it asks for
+something, so a newer vLLM drops nothing either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pdbus.client import Options
+
+LOGPROBS_MAX = 20
+PRIORITY_MAX = 1000
+RID_MAX = 128
+
+# `SamplingParams`: the fields that become options.
+MAPPED = frozenset((
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "logit_bias", "structured_outputs",
+))  # fmt: skip
+# The fields that vLLM's server sees to itself: several answers are as many requests, stop strings are found in its
+# text, and the rest says how it makes text and events of token ids.
+OF_THE_SERVER = frozenset((
+    "n", "stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "flat_logprobs", "_eos_token_id",
+    "_all_stop_token_ids", "_watermarking_skipped",
+))  # fmt: skip
+# The fields that no rank can carry, by the name that a client knows.
+REFUSED = {
+    "prompt_logprobs": "prompt_logprobs",
+    "prompt_logprob_token_ids": "prompt_logprob_token_ids",
+    "prompt_logprob_start": "prompt_logprob_start",
+    "logprob_token_ids": "logprob_token_ids",
+    "bad_words": "bad_words",
+    "_bad_words_token_ids": "bad_words",
+    "allowed_token_ids": "allowed_token_ids",
+    "extra_args": "vllm_xargs",
+    "thinking_token_budget": "thinking_token_budget",
+    "repetition_detection": "repetition_detection",
+    "skip_reading_prefix_cache": "skip_reading_prefix_cache",
+    "routed_experts_prompt_start": "routed_experts_prompt_start",
+    "trace_decode_token_ids": "trace_decode_token_ids",
+    "watermarking": "watermarking",
+}
+
+ZERO_IS_NOTHING = frozenset(("routed_experts_prompt_start",))
+
+# `EngineCoreRequest`, in the same way.
+REQUEST_MAPPED = frozenset((
+    "request_id", "prompt_token_ids", "sampling_params", "data_parallel_rank", "priority", "trace_headers",
+))  # fmt: skip
+REQUEST_OF_THE_SERVER = frozenset((
+    "arrival_time", "client_index", "current_wave", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs",
+))  # fmt: skip
+REQUEST_REFUSED = {
+    "mm_features": "images, audio and video",
+    "pooling_params": "pooling",
+    "lora_request": "LoRA adapters",
+    "cache_salt": "cache_salt",
+    "prompt_embeds": "prompt_embeds",
+    "prompt_is_token_ids": "prompt_embeds",
+    "resumable": "streamed input",
+    "abort_immediately": "kv_transfer_params",
+    "session_id": "session_id",
+    "kv_hints": "kv_hints",
+}
+
+# `StructuredOutputsParams`: the forms that become options, and those that do not.
+GRAMMARS = frozenset(("json", "regex", "grammar", "choice", "json_object"))
+GRAMMAR_OF_THE_SERVER = frozenset(("_backend", "_backend_was_auto"))
+GRAMMAR_REFUSED = {
+    "structural_tag": "structural_tag",
+    "disable_any_whitespace": "disable_any_whitespace",
+    "disable_additional_properties": "disable_additional_properties",
+    "whitespace_pattern": "whitespace_pattern",
+}
+
+
+class Unsupported(Exception):
+    """A field asks for something that no rank behind the bus can do: `name` for programs, the message for people."""
+
+    def __init__(self, name: str, why: str = "") -> None:
+        super().__init__(why or f"{name} is not supported by the cluster behind this server")
+        self.name = name
+
+
+def options_of(request: Any, *, reasons: bool = False) -> Options:
+    """Return the options of an `EngineCoreRequest`. Raises Unsupported with the name of the first field that cannot be
+    carried. `reasons`: this server has a reasoning parser."""
+    check_request(request)
+    options = sampling_options(request.sampling_params)
+    if reasons and _grammar_waits(request):
+        why = "a grammar that waits for the end of reasoning is not supported by the cluster behind this server"
+        raise Unsupported("structured_outputs", why)
+    if request.data_parallel_rank is not None:
+        options["routed_dp_rank"] = request.data_parallel_rank
+    if request.priority:
+        options["priority"] = priority_of(request.priority)
+    if len(request.request_id) <= RID_MAX:
+        options["rid"] = request.request_id
+    options |= trace_options(request.trace_headers or {})
+    return options
+
+
+def check_request(request: Any) -> None:
+    """Raise Unsupported for a field of an `EngineCoreRequest` that asks for something no rank can do."""
+    _refuse(request, REQUEST_MAPPED | REQUEST_OF_THE_SERVER, REQUEST_REFUSED)
+    if request.sampling_params is None or not request.prompt_token_ids:
+        raise Unsupported("prompt", "a request without a prompt of token ids is not supported")
+
+
+def sampling_options(params: Any) -> Options:
+    """Return the options of `SamplingParams`. Raises Unsupported as `options_of` does."""
+    if (params.extra_args or {}).get("kv_transfer_params") is not None:
+        raise Unsupported("kv_transfer_params", "kv_transfer_params are chosen by the cluster, not by a client")
+    _refuse(params, MAPPED | OF_THE_SERVER, REFUSED)
+    options = Options(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+    )
+    if params.max_tokens is not None:
+        options["max_tokens"] = params.max_tokens
+    if params.seed is not None:
+        options["seed"] = params.seed % 2**63
+    if params.min_p:
+        options["min_p"] = params.min_p
+    if params.min_tokens:
+        options["min_tokens"] = params.min_tokens
+    if params.presence_penalty:
+        options["presence_penalty"] = params.presence_penalty
+    if params.frequency_penalty:
+        options["frequency_penalty"] = params.frequency_penalty
+    if params.repetition_penalty != 1.0:
+        options["repetition_penalty"] = params.repetition_penalty
+    if params.logprobs is not None:
+        if not 0 <= params.logprobs <= LOGPROBS_MAX:
+            raise Unsupported("logprobs", f"logprobs: 0 to {LOGPROBS_MAX}, not {params.logprobs}")
+        options["logprobs"] = params.logprobs
+    if params.logit_bias:
+        options["logit_bias"] = dict(params.logit_bias)
+    if params.structured_outputs is not None:
+        options |= grammar_options(params.structured_outputs)
+    return options
+
+
+def grammar_options(grammar: Any) -> Options:
+    """Return the option of `StructuredOutputsParams`. Raises Unsupported as `options_of` does."""
+    _refuse(grammar, GRAMMARS | GRAMMAR_OF_THE_SERVER, GRAMMAR_REFUSED)
+    if grammar.json is not None:
+        given = grammar.json
+        return {"json_schema": given if isinstance(given, str) else json.dumps(given)}
+    if grammar.json_object:
+        return {"json_schema": '{"type": "object"}'}
+    if grammar.regex is not None:
+        return {"regex": grammar.regex}
+    if grammar.choice is not None:
+        return {"ebnf": "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in grammar.choice)}
+    return {"ebnf": grammar.grammar}
+
+
+def priority_of(priority: int) -> int:
+    """Return the bus' priority, where higher goes first, for vLLM's, where lower does. Raises Unsupported beyond the
+    bus' bounds."""
+    if abs(priority) > PRIORITY_MAX:
+        raise Unsupported("priority", f"priority: {-PRIORITY_MAX} to {PRIORITY_MAX}, not {priority}")
+    return -priority
+
+
+def trace_options(headers: Mapping[str, str]) -> Options:
+    """Return the options of W3C trace headers, by their names in lower case."""
+    options = Options()
+    if traceparent := headers.get("traceparent"):
+        options["traceparent"] = traceparent
+        if tracestate := headers.get("tracestate"):
+            options["tracestate"] = tracestate
+    return options
+
+
+def _grammar_waits(request: Any) -> bool:
+    return request.sampling_params.structured_outputs is not None and request.reasoning_ended is not True
+
+
+def fields_of(record: Any) -> tuple[str, ...]:
+    """Return the fields of a record of vLLM's: a msgspec struct or a dataclass, or the class of one."""
+    return tuple(
+        getattr(record, "__struct_fields__", ()) or getattr(record, "__dataclass_fields__", ()) or vars(record)
+    )
+
+
+def _refuse(record: Any, taken: frozenset[str], refused: Mapping[str, str]) -> None:
+    for name in fields_of(record):
+        value = getattr(record, name)
+        if name not in taken and _asks(value) and not (name in ZERO_IS_NOTHING and value == 0):
+            raise Unsupported(refused.get(name, name))
+
+
+def _asks(value: object) -> bool:
+    """Return true unless a value asks for nothing: none, false, or empty. A number asks for something, zero too."""
+    if value is None or value is False:
+        return False
+    if isinstance(value, (str, list, tuple, dict, set, frozenset)):
+        return bool(value)
+    return True

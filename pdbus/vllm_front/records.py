@@ -1,0 +1,105 @@
+"""vLLM's records and errors as this package makes them. It imports vLLM, and nothing that starts anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+)
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
+
+from bus.wire.messages import FinishReason as BusFinish
+from bus.wire.messages import TokenLogprobs
+from pdbus.vllm_front.asked import Failure
+
+FINISHES: dict[BusFinish, Any] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+IMPOSSIBLE = -9999.0  # the bus' lowest logarithm of a probability
+
+
+class BusFailed(GracefulHTTPError, GenerationError):  # type: ignore[misc]
+    """The bus failed a request. vLLM hands it through with its status, and logs no traceback of it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message, HTTPStatus(failure.status))
+        self.status_code = HTTPStatus(failure.status)
+
+
+def error_of(failure: Failure) -> Any:
+    """Return vLLM's error for a failure; where a client's field is at fault, with its name."""
+    if failure.status == 400:
+        return VLLMValidationError(failure.message, parameter=failure.param)
+    return BusFailed(failure)
+
+
+def output(
+    request_id: str,
+    ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    top: int | None,
+    finish: BusFinish | None,
+    stop_reason: int | None,
+) -> Any:
+    """Return new output tokens of one request, the last ones with how it finished. `top`: how many of the likeliest
+    tokens were asked for at each place; None: no logarithms."""
+    return EngineCoreOutput(
+        request_id,
+        list(ids),
+        new_logprobs=None if top is None or not ids else logprobs_lists(ids, logprobs, top),
+        finish_reason=None if finish is None else FINISHES[finish],
+        stop_reason=stop_reason,
+    )
+
+
+def began(record: Any, prompt_tokens: int, cached_tokens: int, queued_at: float) -> None:
+    """Complete the first output of a request: what of the prompt was cached, and since when it waited (seconds of
+    time.monotonic)."""
+    stats = PrefillStats()
+    stats.set(prompt_tokens, min(cached_tokens, prompt_tokens), 0)
+    record.prefill_stats = stats
+    kinds = (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)
+    record.events = [EngineCoreEvent.new_event(kind, queued_at) for kind in kinds]
+
+
+def outputs(records: list[Any], running: int, waiting: int) -> Any:
+    """Return what came at once. `running` and `waiting` are this server's requests, for vLLM's gauges."""
+    finished = {record.request_id for record in records if record.finish_reason is not None}
+    stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+    return EngineCoreOutputs(outputs=records, finished_requests=finished or None, scheduler_stats=stats)
+
+
+def logprobs_lists(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int) -> Any:
+    """Return vLLM's arrays of log probabilities: a row a token, the sampled one first, then the likeliest. A sampled
+    token that is not among these ranks behind them: its true rank does not travel."""
+    tokens = np.zeros((len(ids), top + 1), dtype=np.int32)
+    values = np.full((len(ids), top + 1), IMPOSSIBLE, dtype=np.float32)
+    ranks = np.full(len(ids), top + 1, dtype=np.int32)
+    for row, (token, each) in enumerate(zip(ids, logprobs, strict=True)):
+        tokens[row, 0], values[row, 0] = token, each.logprob
+        tokens[row, 1:] = token
+        for column, (other, value) in enumerate(each.top[:top], 1):
+            tokens[row, column], values[row, column] = other, value
+            if other == token:
+                ranks[row] = column
+    return LogprobsLists(tokens, values, ranks)
+
+
+def fail(processor: Any, request_id: str, error: Exception) -> list[str]:
+    """End a request of vLLM's `OutputProcessor` with an error, its sibling answers too. Returns the ids of all that
+    ended so."""
+    state = processor.request_states.get(request_id)
+    if state is None:
+        return []
+    parent = state.parent_req
+    ended: list[str] = processor.abort_requests([request_id if parent is None else parent.request_id], internal=True)
+    state.queue.put(error)
+    return ended

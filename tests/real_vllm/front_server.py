@@ -1,0 +1,130 @@
+"""vLLM's own server in front of a cluster, as a process, and what its HTTP says."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from bus.runtime.ports import free_ports
+
+ROOT = Path(__file__).parents[2]
+ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)}
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+START_S = 240.0  # 12 s on a quiet machine
+
+
+def plugin_path(folder: Path) -> str:
+    """A PYTHONPATH by which vLLM finds the plugin, as in an environment where pdbus is installed."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "pdbus-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pdbus\nVersion: 0\n")
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in each.items()) for group, each in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return os.pathsep.join([str(folder), str(ROOT)])
+
+
+class Front:
+    """One server; it answers on entry."""
+
+    def __init__(self, command: Sequence[str], port: int, log: Path, **env: str) -> None:
+        self.port = port
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", *command],
+                env={**os.environ, **ENV, **env},
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def __enter__(self) -> Front:
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                if self.get("/version")[0] == 200:
+                    return self
+            except OSError:
+                pass
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            assert time.monotonic() < end, self.log.read_text()[-4000:]
+            time.sleep(0.2)
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        finally:
+            for process in self.family():
+                process.kill()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def family(self) -> list[psutil.Process]:
+        """Its processes, the first one first."""
+        try:
+            first = psutil.Process(self.process.pid)
+            return [first, *first.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """The status, the body, and the headers of an answer that is no stream."""
+        connection, answer = self.begin(path, body, **headers)
+        try:
+            return answer.status, json.loads(answer.read()), {k.lower(): v for k, v in answer.getheaders()}
+        finally:
+            connection.close()
+
+    def begin(
+        self, path: str, body: dict[str, Any], **headers: str
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """An answer whose head has come."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **named})
+        return connection, connection.getresponse()
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The data of all events of a stream."""
+        connection, answer = self.begin(path, {**body, "stream": True})
+        try:
+            assert answer.status == 200, answer.read()
+            return list(events(answer))
+        finally:
+            connection.close()
+
+
+def events(answer: http.client.HTTPResponse) -> Iterator[Any]:
+    """Yield the data of events as they come; `[DONE]` is none."""
+    for line in answer:
+        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+            yield json.loads(line[6:])
+
+
+def front(controller: str, log: Path, *options: str, arguments: Sequence[str] = TOOLS) -> Front:
+    """`pdbus serve --front vllm` of SmolLM2."""
+    port = free_ports("127.0.0.1", 1)
+    command = ["pdbus", "serve", "--front", "vllm", "--model", "smollm2", "--http", str(port), *options]
+    return Front([*command, "--controller", controller, "--", *arguments], port, log)
