@@ -170,7 +170,16 @@ def test_a_module_of_ours_beside_the_tests_is_found(tmp_path: Path) -> None:
 def test_where_the_server_is_gone_starts_are_cold() -> None:
     with STARTS.launch() as asked:
         asked.shutdown(socket.SHUT_RDWR)
-        assert warm_starts.Starts(asked)._ask(b"{}", [0, 1, 2]) == 0
+        assert warm_starts.Starts(asked)._ask({}, [0, 1, 2], []) == 0
+
+
+def test_what_only_some_commands_import_the_forks_of_others_do_without(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_starts, "WANTED", {"rare": ("this",), "missing": ("no_such_module",)})
+    script.write_text("import os, sys; print(os.getppid(), 'this' in sys.modules)")
+    for word, imported in (("rare", True), ("usual", False), ("rare", True), ("missing", False), ("missing", False)):
+        assert run(script, word, warm=True).stdout == f"{os.getpid()} {imported}\n"
 
 
 def test_a_worker_has_imported_the_tests_and_draws_its_own_numbers(

@@ -7,8 +7,9 @@ that it would have. A command starts cold where a fork cannot be what it asks fo
 Forks share the seed of their strings' hashes, and what /proc says of their command line and first environment: a test
 that is about these, or about the start itself, is marked `cold`.
 
-Programs that start others get a server of their own, forked before they run. A server ends with its caller, when the
-other end of its socket is closed.
+Programs that start others get a server of their own, forked before they run. What only some commands import (`WANTED`:
+torch, matplotlib) is imported by a second server, a fork of the first: with that in it each fork would cost three times
+as much. A server ends with its caller, when the other end of its socket is closed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ BESIDE = {
     str(folder) for folder in (ROOT, ROOT / "tests", ROOT / "tests" / "support", ROOT / "examples")
 }  # on PYTHONPATH they hide nothing that is imported
 PLOTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
-WANTED = {  # imported once one of these words stands in a command
+WANTED = {  # imported for commands with one of these words
     "benchmarks": (*PLOTS, "benchmarks.__main__", "benchmarks.parts", "requests", "aiohttp"),
     str(ROOT / "benchmarks" / "child.py"): tuple(
         f"benchmarks.{name}" for name in ("busy", "peers_parts", "edge_parts", "client", "node")
@@ -78,6 +79,7 @@ class Starts:
         """`asked`: the other end of the server's socket; without, a server starts at the first start."""
         self.on = False
         self._asked = asked
+        self._others: dict[str, socket.socket] = {}  # of servers with more imported, by what
         self._lock = threading.Lock()
         self._cold: Any = None
 
@@ -99,8 +101,9 @@ class Starts:
     def close(self) -> None:
         """Its commands start cold from now on, and its server ends."""
         self.on = False
-        if self._asked is not None:
-            self._asked.close()
+        for asked in (self._asked, *self._others.values()):
+            if asked is not None:
+                asked.close()
 
     def _warm(
         self, popen: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any,
@@ -132,7 +135,8 @@ class Starts:
             "cores": list(os.sched_getaffinity(0)),
         }
         streams = (p2cread, c2pwrite, errwrite)
-        pid = self._ask(json.dumps(request).encode(), [i if fd == -1 else fd for i, fd in enumerate(streams)])
+        more = sorted({name for word in WANTED.keys() & set(request["line"]) for name in WANTED[word]})
+        pid = self._ask(request, [i if fd == -1 else fd for i, fd in enumerate(streams)], more)
         if not pid:
             return False
         popen.pid, popen._child_created = pid, True
@@ -147,20 +151,21 @@ class Starts:
         """Start the server; the socket to ask it by."""
         return launch(["-P", os.path.abspath(__file__)], WAIT_S)
 
-    def _ask(self, request: bytes, streams: Sequence[int]) -> int:
-        """The new child's pid; 0 where it must start cold."""
+    def _ask(self, request: Request, streams: Sequence[int], more: Sequence[str]) -> int:
+        """The new child's pid; 0 where it must start cold. `more`: modules that its server imports besides."""
         with self._lock:
             if self._asked is None:
                 self._asked = self.launch()
-            try:
-                socket.send_fds(self._asked, [request], streams)
-            except OSError:  # the request is too long, or nobody is there
-                return 0
-            try:
-                return int(self._asked.recv(64) or 0)
-            except (OSError, ValueError):  # the server was killed, or is late: nothing is to start twice
-                self._asked.close()
-                return 0
+            asked, name = self._asked, " ".join(more)
+            if more and name not in self._others:
+                ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                ours.settimeout(WAIT_S)
+                with its:
+                    if not answer(asked, {"import": more}, [its.fileno()]):
+                        ours.close()
+                        return 0
+                self._others[name] = ours
+            return answer(self._others.get(name, asked), request, streams)
 
 
 STARTS = Starts()  # of a process that runs tests
@@ -200,6 +205,19 @@ def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: environ[name] for name in environ if name.startswith(AT_START) and environ[name] and name != "PYTHONPATH"
     }
+
+
+def answer(asked: socket.socket, request: Request, streams: Sequence[int]) -> int:
+    """The pid of what a server has started; 0 where it has not."""
+    try:
+        socket.send_fds(asked, [json.dumps(request).encode()], streams)
+    except OSError:  # the request is too long, or nobody is there
+        return 0
+    try:
+        return int(asked.recv(64) or 0)
+    except (OSError, ValueError):  # the server was killed, or is late: nothing is to start twice
+        asked.close()
+        return 0
 
 
 def launch(words: Sequence[str], wait_s: float, **environ: str) -> socket.socket:
@@ -282,9 +300,16 @@ def serve(asked: socket.socket) -> Request:
         if not said:
             os._exit(0)
         request = json.loads(said)
-        import_them(sorted({name for word in WANTED.keys() & set(request["line"]) for name in WANTED[word]}))
         if (pid := fork_sibling()) == 0:
-            return become(request, streams, asked)
+            if "import" not in request:
+                return become(request, streams, asked)
+            asked.send(str(os.getpid()).encode())
+            asked.close()
+            asked = socket.socket(fileno=streams[0])
+            import_them(request["import"])
+            gc.collect()
+            gc.freeze()
+            continue
         for stream in streams:
             os.close(stream)
         if pid < 0:
