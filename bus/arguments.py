@@ -82,8 +82,8 @@ def message(value: object, kind: type[M]) -> M:
 
 def typed(config: Any, *, called: Callable[[str], str] = str) -> None:
     """Raise ConfigError if a field of the dataclass instance `config` has a value of another type than it declares.
-    Only fields that are declared as text, number, true or false, or a tuple that this module knows are checked.
-    `called` gives the name of a field in the error."""
+    Only fields that are declared as text, number, true or false, or tuple are checked. `called` gives the name of a
+    field in the error."""
     for field in fields(config):
         value, declared = getattr(config, field.name), str(field.type)
         kind, words = _KINDS.get(declared.partition("[")[0], (object, ""))

@@ -98,7 +98,8 @@ def names() -> tuple[str, ...]:
 
 
 def kind_of(name: str) -> EngineKind:
-    """Return the engine of that name. ConfigError where there is none, or where it cannot be imported."""
+    """Return the engine of that name, importing its module. ConfigError where there is none, or where it cannot be
+    imported."""
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         kind: EngineKind = getattr(import_module(module), attribute)

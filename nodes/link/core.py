@@ -172,7 +172,7 @@ class RankCore:
         return [action for leg in self.legs for action in self._end(leg, code, message, now)]
 
     def restate(self, owner: int) -> None:
-        """Send again to `owner`, with the next report, which legs began and how the remembered ones ended: its
+        """Report again to `owner`, with the next report, which legs began and how the remembered ones ended: its
         controller may have missed reports."""
         self.reports.restate(owner, self.legs)
 

@@ -1,5 +1,5 @@
-"""The connections to other nodes whose KV caches are pulled, and the sending of blocks. This module owns these
-sockets; it decides nothing about legs.
+"""The connections to other nodes whose KV caches are pulled, and the sending of blocks (pieces of a KV cache). This
+module owns these sockets; it decides nothing about legs, which are what a rank runs of requests.
 
 Blocks travel as ZeroMQ frames, straight out of the engine's memory where they are large, over one DEALER per peer,
 which all ranks of the process share.

@@ -1,4 +1,5 @@
-"""`RankLink`: the ranks of an engine that has a scheduler of its own, linked to controllers, clients and the bus.
+"""`RankLink`: the ranks of an engine that has a scheduler of its own, linked to controllers, clients and the bus. A leg
+is what a rank runs of a request: its prefill, its decode, or both.
 
 It owns a thread with the sockets, and the hand-over between that thread and the scheduler's: bounded, never blocking,
 and raising only PartFailed into the scheduler's loop. The same cores decide as in a node of ours.

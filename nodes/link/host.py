@@ -1,7 +1,8 @@
-"""The sockets that all linked ranks of a process share, on a loop that the caller runs. It decides nothing.
+"""The sockets that all linked ranks of a process share (a rank is one scheduler with its KV memory), on a loop that the
+caller runs. It decides nothing.
 
-One PUB, one SUB, one bootstrap DEALER and one data ROUTER serve all ranks of the process. Each rank has a DEALER of
-its own to each controller, so a connection is a rank.
+One PUB, one SUB, one bootstrap DEALER and one data ROUTER serve all ranks of the process. Each rank has a DEALER of its
+own to each controller, so a connection is a rank.
 """
 
 from __future__ import annotations

@@ -312,7 +312,8 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits on what may wait at one rank; beyond the first two a dispatch is refused as `overloaded`."""
+    """The limits on what may wait at one rank: `max_waiting` requests and `max_waiting_bytes` of prompts, beyond which
+    a dispatch is refused as `overloaded`; `hold_s`, how long a KV cache is kept that no decode rank asks for."""
 
     max_waiting: int = 1024
     max_waiting_bytes: int = 64 << 20

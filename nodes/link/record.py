@@ -1,4 +1,5 @@
-"""A rank's record of a leg: its form in the history, and the events that `pdbus trace` shows. Pure."""
+"""A rank's record of a leg (what it ran of a request): its form in the history, and the events that `pdbus trace`
+shows. Pure."""
 
 from __future__ import annotations
 

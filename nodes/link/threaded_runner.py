@@ -1,4 +1,5 @@
-"""The hand-over of legs, events and loads between a rank on the link's thread and a scheduler on a thread of its own.
+"""The hand-over of legs (what a rank runs of requests), events and loads between a rank on the link's thread and a
+scheduler on a thread of its own.
 
 Both sides keep the same accounts (`LegAccounting`); one side is a hand-over behind the other. A load that the scheduler
 reports is kept as the difference from the scheduler's accounts at that moment. So the sum stays right while legs come,
