@@ -1,7 +1,9 @@
-"""Benchmarks: what the bus and the control plane cost, beside the floor measured in the same run.
+"""Benchmarks: what the bus and the control plane cost, beside a floor (the same job done by as little code as possible)
+measured in the same run.
 
-`BENCHMARKS` names them; `python -m benchmarks` runs them. One module each; `harness` owns processes and medians, `bare`
-and `http_floor` the floors. Nothing here is imported by the parts it measures.
+`BENCHMARKS` names them; `python -m benchmarks` runs them. There is one module for each, whose `run(scope)` measures and
+returns its rows; `harness` owns processes and medians, `bare` and `http_floor` the floors. Nothing here is imported by
+the parts it measures.
 """
 
 from __future__ import annotations

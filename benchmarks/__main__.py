@@ -1,4 +1,5 @@
-"""`python -m benchmarks`: run the benchmarks, show them, and leave a table and a plot in a folder.
+"""`python -m benchmarks`: run the benchmarks, show them, and leave a table and a plot in a folder. A missing package,
+or a system other than Linux, is a ConfigError (exit code 2).
 
 This module measures nothing itself.
 """

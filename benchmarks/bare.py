@@ -1,4 +1,5 @@
-"""The floors: what the same job costs in bare pyzmq. Each is a process of a benchmark.
+"""The floors: what the same job costs in bare pyzmq, without pdbus. Each function is a process of a benchmark
+(`child`): it says READY to `parent`, the process that started it, and runs until that has gone.
 
 In the pyzmq that one would write: sockets are drained per turn, small frames are copied and large ones are not. The
 broker comes `lean` too: it moves its frames as we do (`bus.runtime.frames`, the only part of ours in here), and does no
@@ -21,7 +22,9 @@ BUDGET = 128
 
 
 def broker(parent: Parent, clients: str, nodes: str, node_count: int, payload_bytes: int, lean: bool) -> None:
-    """client DEALER -> ROUTER, ROUTER -> node DEALER in turn, and the nodes' answers back the same way."""
+    """Pass each message of client DEALERs at the endpoint `clients` to the `node_count` node DEALERs at `nodes` in
+    turn, and their answers back to the client. Waits first until all nodes have sent something. `payload_bytes` decides
+    whether frames are copied."""
     copy = payload_bytes < NO_COPY_FROM
 
     def take(socket: zmq.Socket[bytes], copy: bool = True) -> list[Any]:
@@ -63,7 +66,7 @@ def broker(parent: Parent, clients: str, nodes: str, node_count: int, payload_by
 
 
 def echo(parent: Parent, endpoint: str) -> None:
-    """A ROUTER that sends every message back."""
+    """Bind a ROUTER to `endpoint` and send every message back."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         router.bind(endpoint)
@@ -80,7 +83,8 @@ def echo(parent: Parent, endpoint: str) -> None:
 
 
 def asker(parent: Parent, endpoint: str) -> None:
-    """Round trips of a REQ client against `echo`; answers with their times in seconds."""
+    """Ask `echo` at `endpoint` over a REQ socket. A command gives `count`, `request_bytes` and `rate`; its answer is
+    the seconds of each round trip."""
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.linger = 0
         socket.connect(endpoint)

@@ -1,5 +1,5 @@
-"""Node processes of thousands of ranks at work, for the `controllers` benchmark: as `benchmarks.node`, but what a rank
-says of its load is news each time, and costs this machine as little as it can. And a controller that counts.
+"""The processes of the `controllers` benchmark: nodes with thousands of ranks at work, and a controller that counts.
+The nodes are those of `benchmarks.node`, but each load report is a new one, and costs this machine as little as it can.
 
 A load, or every fifth time the membership with the load, was encoded beforehand: only its numbers change. A thread of
 its own publishes them, since a loop that polls hundreds of connections has no time for it.
@@ -34,12 +34,12 @@ _EIGHT = struct.Struct(">Q")
 
 
 def ours(parent: Parent, **settings: Any) -> None:
-    """`settings`: those of `node.ours`."""
+    """Run a node process of such ranks; `settings` are those of `node.ours`."""
     node.ours(parent, make=Busy, reporting=_by_thread, **settings)
 
 
 class Counting(Controller):
-    """Knows how many publications it has read."""
+    """A controller that counts, in `read`, the publications that it has read."""
 
     read = 0
 
@@ -54,14 +54,15 @@ class Counting(Controller):
 
 
 def controller(parent: Parent, bus: str, address: str) -> None:
-    """A controller, patient with ranks that share a few cores. Each command is answered with its count."""
+    """Run a controller at `address` on the bus `bus`, with a long lease, because its ranks share a few cores. Each
+    command of the parent is answered with the number of publications read."""
     config = ControllerConfig(bus=bus, controller=address, unified_method="total_tokens", lease_s=LEASE_S)
     with Counting(config) as running:
         parent.serve(lambda: running.read)
 
 
 class Busy(node.Rank):
-    """One rank; its `report` belongs to the thread that publishes."""
+    """One rank, whose reports were encoded beforehand. `report` belongs to the thread that publishes."""
 
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
@@ -79,6 +80,7 @@ class Busy(node.Rank):
         self._acks: tuple[Ack, ...] | None = None
 
     def report(self) -> None:
+        """Publish the next report: another load each time, and each fifth time the membership too."""
         if self._acks != self._reports.acks:
             self._acks = self._reports.acks
             self._prepared = [prepared(_with(message, self._acks)) for message in self._messages]
@@ -89,6 +91,7 @@ class Busy(node.Rank):
         frames.send(self._pub, (topic, bytes(frame)))
 
     def steps(self) -> tuple[int, bool, int]:
+        """Return step, true (it computes) and the load's number, for a pong to the controller."""
         number = NUMBER + self.published
         return number, True, number
 
@@ -100,7 +103,7 @@ def _with(message: Any, acks: tuple[Ack, ...]) -> Message:
 
 
 def prepared(message: Message) -> tuple[bytes, bytearray, list[int]]:
-    """Topic, frame, and where in it NUMBER stands."""
+    """Return topic, encoded frame, and the offsets of NUMBER in it."""
     frame = codec.encode(message)
     number = re.escape(_EIGHT.pack(NUMBER))
     return topics.of(message), bytearray(frame), [found.start() for found in re.finditer(number, frame)]

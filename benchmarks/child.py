@@ -24,27 +24,31 @@ STDIN = 0
 
 
 class Parent:
-    """The process that started this one: commands come from it as JSON lines, answers go back the same way."""
+    """The process that started this one: its commands come as JSON lines on stdin, answers go back as JSON lines on
+    stdout. `gone`: it has closed our stdin."""
 
     def __init__(self) -> None:
         self._pending = b""
         self.gone = False
 
     def ready(self) -> None:
+        """Print the READY line, for which the parent waits."""
         cli.ready()
 
     def send(self, result: Any) -> None:
+        """Print one result as a JSON line."""
         print(json.dumps(result), flush=True)
 
     def commands(self) -> list[dict[str, Any]]:
-        """Return the commands that have arrived; call it when STDIN is readable. Sets `gone` at its end."""
+        """Return the commands that have arrived, without more after them; it blocks unless STDIN is readable. Sets
+        `gone` at its end."""
         chunk = os.read(STDIN, 1 << 16)
         self.gone = not chunk
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         return [json.loads(line) for line in lines]
 
     def serve(self, answer: Callable[..., Any]) -> None:
-        """Answer each command with `answer(**command)` until the parent has gone."""
+        """Print READY, then answer each command with `answer(**command)` until the parent has gone."""
         self.ready()
         while not self.gone:
             for command in self.commands():
@@ -52,6 +56,7 @@ class Parent:
 
 
 def main() -> None:
+    """Run the function that argv names; see the module."""
     logs.configure("warning", part="bench")
     target, settings = sys.argv[1], json.loads(sys.argv[2])
     module, _, name = target.partition(":")

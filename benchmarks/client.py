@@ -1,4 +1,5 @@
-"""The client process of a benchmark: submits over one DEALER, keeps a window full or a rate, waits for every end.
+"""The client process of a benchmark: submits requests over one DEALER, a number of them open at a time or at a rate,
+and waits for the end of each.
 
 The same process feeds our controller and the bare broker: `ours` says whether the header is a Submit and the end a
 Done, or both are just frames. Measures elapsed time; all else is measured elsewhere.
@@ -22,6 +23,8 @@ SILENT_MS = 20_000
 
 
 def main(parent: Parent, endpoint: str, ours: bool, prompt_tokens: int, leg: Legs = "unified") -> None:
+    """Run the client for `endpoint`. A command's `do` is `burst` or `paced`, the rest are that method's arguments; its
+    result is the answer."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(endpoint)
@@ -31,6 +34,9 @@ def main(parent: Parent, endpoint: str, ours: bool, prompt_tokens: int, leg: Leg
 
 
 class Traffic:
+    """The requests over one socket, all with `prompt_tokens` tokens and for the leg (`unified`: one rank does all;
+    `pair`: prefill and decode)."""
+
     def __init__(self, socket: zmq.Socket[bytes], ours: bool, prompt_tokens: int, leg: Legs) -> None:
         self._socket = socket
         self._ours = ours
@@ -43,7 +49,8 @@ class Traffic:
         self._ended = 0
 
     def burst(self, count: int, window: int) -> dict[str, Any]:
-        """`count` requests, `window` of them open at any time."""
+        """Send `count` requests, `window` of them open at any time, and wait for all ends. Return the elapsed seconds,
+        or what went wrong as `error`."""
         prompt = self._stamped(0)
         began = time.perf_counter()
         goal, first = self._sent + count, self._ended
@@ -55,7 +62,8 @@ class Traffic:
         return {"elapsed_s": time.perf_counter() - began}
 
     def paced(self, count: int, rate: float) -> dict[str, Any]:
-        """`count` requests, one each 1/`rate` s whatever comes back; the prompt starts with the time of its submit."""
+        """Send `count` requests, one each 1/`rate` seconds whatever comes back, and wait for all ends; return as
+        `burst` does. Each prompt starts with the time of its submit, so that nodes can measure its way."""
         began = time.perf_counter()
         first = self._ended
         sent = 0

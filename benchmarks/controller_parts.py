@@ -1,4 +1,5 @@
-"""Our controller's core with many ranks, in this process: what `report` measures and the operation counts guard."""
+"""Our controller's core with many ranks, in this process: what `report` measures and the counts of instructions
+(`scripts`) guard."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ MODEL = "m"
 
 
 def core_of(ranks: int, method: str = "total_tokens", role: Role = "unified") -> ControllerCore:
-    """A controller that knows `ranks` idle ranks, which have reported and been picked from, at time 0."""
+    """Return a controller's core that knows `ranks` idle ranks of one instance, which have reported, at time 0."""
     core = ControllerCore(ControllerConfig(unified_method=method, prefill_method=method, decode_method=method), 1, 0.0)
     join(core, ranks, role, INSTANCE)
     return core
 
 
 def join(core: ControllerCore, ranks: int, role: Role, instance: str) -> None:
-    """The ranks of one more instance are there; each has its (instance, dp_rank) as connection, or in `INSTANCE` its
-    dp_rank."""
+    """Add `ranks` idle ranks of one more instance to the core. Each has its (instance, number) as connection, or in
+    INSTANCE its number."""
     for dp_rank in range(ranks):
         peer = dp_rank if instance == INSTANCE else (instance, dp_rank)
         hello = Hello(
@@ -41,7 +42,8 @@ def join(core: ControllerCore, ranks: int, role: Role, instance: str) -> None:
 
 
 def publication_handler(ranks: int) -> Callable[[tuple[bytes, bytes]], None]:
-    """Do what the controller does with one publication: check its topic, decode, validate, apply."""
+    """Return a function that does what a controller with `ranks` ranks does with one publication (topic and frame):
+    check its topic, decode, validate, apply."""
     core = core_of(ranks)
 
     def handle(frames: tuple[bytes, bytes]) -> None:

@@ -1,9 +1,9 @@
 """`controllers`: several controllers over the same ranks, and one broker in front of ever more ranks at work.
 
-Controllers share nothing but what they hear, so each adds what a core of its own can do, less what hearing costs it:
+Controllers share nothing but what is published, so each adds what a core of its own can do, less the cost of reading:
 the loads of all ranks and the counters of the others. Both are measured as processor time, which does not depend on how
 many cores there are; requests/s do, since all parts share this machine's. How evenly several controllers fill the ranks
-is the lab's to say, in virtual time.
+is measured by the lab, in virtual time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Group:
     clients: tuple[Process, ...]
 
     def burst(self, count: int) -> tuple[float, float, float]:
-        """(CPU a request of all controllers, of the broker, both in µs; requests/s)"""
+        """Send `count` requests in all and return the CPU per request of all controllers, and of the broker, in µs; and
+        requests/s."""
         before, of_broker = self._cpu_s(), self.broker.cpu_s()
         for client in self.clients:
             client.command(do="burst", count=count // len(self.clients), window=WINDOW)
@@ -58,6 +59,7 @@ class Group:
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     return [*_several(scope), *_balance(scope), *_many_ranks(scope)]
 
 

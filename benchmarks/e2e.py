@@ -48,6 +48,7 @@ WAIT_MS = 10_000
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     figures: dict[str, list[float]] = {name: [] for name in HOPS}
     hops: list[float] = []
     count = scope.size(100, 20)
@@ -80,6 +81,7 @@ def run(scope: Scope) -> list[Row]:
 
 
 def client(parent: Parent, controller: str) -> None:
+    """Run the client process at `controller`. A command gives `leg` and `count`; its answer is `_Client.measure`'s."""
     with Sockets() as sockets:
         one = _Client(sockets, sockets.dealer(ControllerAddress(controller).clients))
         parent.serve(one.measure)

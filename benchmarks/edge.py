@@ -1,10 +1,11 @@
 """`edge`: our HTTP edge beside the routers that others run, under one load generator, with ranks that take no time.
 
-Routers are asked for SGLang's `/generate` with token ids or text, and pass it on to mock engines, which answer at
-once. Ours reads the same request, makes ids of a text (which routers do not), hashes the prompt's blocks, submits it
-over the bus and follows the stream of a rank that answers at once, too. A router is measured where its command is on
-the PATH. The whole path is, of ours, edge, controller and rank link; of a router's, it and the HTTP server of the mock
-engine. The floor of a latency is that of asking without it: the engine, or the cluster by the client library.
+Routers are asked for SGLang's `/generate` with token ids or text, and pass it on to mock engines, which answer at once.
+Ours reads the same request, makes ids of a text (which routers do not), hashes the prompt's blocks, submits it over the
+bus and follows the stream of a rank that answers at once, too. A router is measured where its command is on the PATH.
+The whole path is, of ours, edge, controller and rank link (the library by which an engine is a rank); of a router's, it
+and the HTTP server of the mock engine. The floor of a latency is that of asking without it: the engine, or the cluster
+by the client library.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TEXT, TOKENIZING = "CPU a request as text", "CPU of its tokenization"
 
 @dataclass(slots=True, eq=False)
 class Side:
-    """One thing that takes HTTP requests. `cpu` is of what stands between client and engine."""
+    """One program that takes HTTP requests, our edge or a router, with its figures by length of prompt and metric."""
 
     name: str
     url: str
@@ -41,14 +42,17 @@ class Side:
     figures: dict[tuple[int, str], list[float]] = field(default_factory=dict)
 
     def note(self, tokens: int, metric: str, value: float) -> None:
+        """Add a value of one run to a figure."""
         self.figures.setdefault((tokens, metric), []).append(value)
 
     def cpu_s(self) -> tuple[float, float]:
+        """Return the processor seconds so far: its own, and with those of `others`."""
         own = self.process.cpu_s()
         return own, own + sum(other.cpu_s() for other in self.others)
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     with Workspace() as space:
         load = space.part("edge_parts:load")
         load.wait_ready()

@@ -1,4 +1,5 @@
-"""The processes around `edge`: clients with and without HTTP, the other routers and their engines."""
+"""The processes around `edge`: clients with and without HTTP, the other routers and their engines. Each function is a
+process of the benchmark; `parent` is the process that started it, whose commands it answers until that has gone."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ ENGINE_GAP_S = 0.0005  # between two tokens, so that each is an event of its own
 
 
 def load(parent: Parent) -> None:
-    """Answers with the microseconds that each request took."""
+    """Send HTTP requests to `/generate`. A command gives the URL, tokens of a prompt, `count`, `connections` at once,
+    `output` tokens, and whether to stream and to send text; its answer is the microseconds of each request, or an
+    `error`."""
 
     def ask(
         url: str, tokens: int, count: int, connections: int, output: int = 1, stream: int = 0, text: int = 0
@@ -84,13 +87,14 @@ async def _response(reader: asyncio.StreamReader) -> None:
 
 
 def text_of(tokens: int) -> str:
-    """Words that are a token each to most tokenizers."""
+    """Return `tokens` words, each of which is one token to most tokenizers; the same for the same number."""
     rng = random.Random(tokens)
     return "".join(f" {rng.choice(WORDS)}" for _ in range(tokens))
 
 
 def tokenizing(parent: Parent) -> None:
-    """Answers with the microseconds of processor time that it takes to make ids of a text."""
+    """Answer each command (`tokens`, `count`) with the microseconds of processor time that it takes to make ids of a
+    text."""
     from pdbus.text.folder import FolderText
 
     model = FolderText(smollm2.converted())
@@ -106,7 +110,8 @@ def tokenizing(parent: Parent) -> None:
 
 
 def client(parent: Parent, controller: str) -> None:
-    """The client library, without an edge."""
+    """Send requests by the client library, without an edge. A command gives `tokens` of a prompt and `count`; its
+    answer is the microseconds of each, one after the other."""
     from pdbus.client import Client
 
     with Client(controller) as one:
@@ -191,7 +196,8 @@ def rank(parent: Parent, bus: str, controller: str, instance: str, data: str) ->
 
 
 def become(parent: Parent, argv: list[str]) -> None:
-    """Another program in this process's place; it says nothing on stdout, where answers would be looked for."""
+    """Run the program `argv` in this process's place, with its stdout sent to stderr, because answers are read from
+    stdout. It does not return."""
     parent.ready()
     sys.stdout.flush()
     os.dup2(2, 1)

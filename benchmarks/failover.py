@@ -1,7 +1,7 @@
 """`failover`: from SIGKILL of a node's process until all that ran there is dispatched again, none of it having a token.
 
-Two node processes of two ranks; one of them dies while its ranks compute prompts of ten seconds. Its controller finds
-out with the next dispatch to it, or where nothing more is submitted with its next ping, and gives the ranks a moment to
+Two node processes of two ranks; one of them dies while its ranks compute prompts of ten seconds. Its controller notices
+with the next dispatch to it, or where nothing more is submitted with its next ping, and gives the ranks a moment to
 come back. A figure is of all kills, one a run: the least, the median and the greatest.
 """
 
@@ -33,6 +33,7 @@ NODES = (
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     rows = []
     for transport in TRANSPORTS[: scope.size(2, 1)]:
         scope.show(f"starting two node processes over {transport}")

@@ -34,25 +34,28 @@ TERMINATE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """The aim of a figure: at most `limit` (or at least), as a ratio to its floor or as a value."""
+    """The aim of a figure: at most `limit` (or, with `at_least`, at least), as a ratio to its floor or as a value."""
 
     limit: float
     of_ratio: bool = True
     at_least: bool = False
 
     def met(self, value: float, ratio: float | None) -> bool | None:
+        """Return whether the aim is met; None if it is a ratio and there is none."""
         figure = ratio if self.of_ratio else value
         if figure is None:
             return None
         return figure >= self.limit if self.at_least else figure <= self.limit
 
     def text(self, unit: str) -> str:
+        """Return the aim as text, as in `≤ 1.5×`."""
         return f"{'≥' if self.at_least else '≤'} {self.limit:g}{'×' if self.of_ratio else ' ' + unit}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: medians over the runs. `spread` is half of (largest - smallest) over the median, of `value`."""
+    """One figure: medians over the runs, of ours (`value`) and of the floor, and their ratio. `spread` is half of
+    (largest - smallest) over the median, of `value`. None: no floor, or one run."""
 
     case: str
     metric: str
@@ -65,9 +68,11 @@ class Row:
 
     @property
     def met(self) -> bool | None:
+        """True if the aim is met; None without one."""
         return self.aim.met(self.value, self.ratio) if self.aim else None
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures by name, without the aim."""
         keys = ("case", "metric", "value", "unit", "floor", "ratio", "spread")
         return {key: getattr(self, key) for key in keys}
 
@@ -80,7 +85,7 @@ def row(
     floors: Sequence[float] = (),
     aim: Aim | None = None,
 ) -> Row:
-    """The Row of the runs' `values` and of the `floors` measured between them."""
+    """Return the row of the runs' `values` and of the `floors` measured between them (empty: there is no floor)."""
     value = statistics.median(values)
     floor = statistics.median(floors) if floors else None
     ratio = value / floor if floor else None
@@ -89,15 +94,16 @@ def row(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that at least `share` (0..1) of them do not exceed."""
+    """Return the smallest of `values` that at least `share` (0 to 1) of them do not exceed. `values` must not be
+    empty."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The amount of measuring, and where progress is shown. `note` takes what a reader of the figures has to know.
-    `pythons`: interpreters that have what ours has not, by name."""
+    """The amount of measuring, and where progress is shown. `show` takes a line of progress, `note` a line that a
+    reader of the figures has to know. `pythons`: interpreters that have what ours has not, by name."""
 
     runs: int = 5
     quick: bool = False
@@ -106,11 +112,14 @@ class Scope:
     pythons: Mapping[str, str] = field(default_factory=dict)
 
     def size(self, full: int, quick: int) -> int:
+        """Return `full`, or `quick` in a quick run."""
         return quick if self.quick else full
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
+    """A benchmark: its name, a line for people, and the function that measures."""
+
     name: str
     title: str
     run: Callable[[Scope], list[Row]]
@@ -121,9 +130,10 @@ class PartFailed(BusError):
 
 
 class Process:
-    """A child that prints `READY ...`, then answers each JSON line on stdin with one JSON line on stdout.
+    """A child process, started at once, that prints `READY ...`, then answers each JSON line on stdin with one JSON
+    line on stdout. Methods that read raise PartFailed when it ends, or says nothing in time.
 
-    Our own programs answer nothing; they leave when stdin closes (`--watch-parent`).
+    Our own programs (broker, controller, nodes) answer nothing; they leave when stdin closes (`--watch-parent`).
     """
 
     def __init__(
@@ -148,48 +158,54 @@ class Process:
 
     @property
     def ended(self) -> bool:
+        """True if it has exited."""
         return self._child.poll() is not None
 
     def wait_ready(self, timeout_s: float = START_S) -> str:
+        """Wait for the READY line and return it."""
         line = self._line(timeout_s)
         while not line.startswith("READY"):
             line = self._line(timeout_s)
         return line
 
     def command(self, **command: Any) -> None:
+        """Send a command, without waiting for its answer."""
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps(command).encode() + b"\n")
         self._child.stdin.flush()
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        """The next JSON line."""
+        """Wait for the next JSON line and return it. Raises PartFailed also for an answer with `error`."""
         result = json.loads(self._line(timeout_s))
         if isinstance(result, dict) and "error" in result:
             raise PartFailed(f"{self.name}: {result['error']}")
         return result
 
     def ask(self, timeout_s: float = ANSWER_S, **command: Any) -> Any:
+        """Send a command and return its answer."""
         self.command(**command)
         return self.answer(timeout_s)
 
     def cpu_s(self) -> float:
-        """Processor time of all its threads so far, to the nanosecond."""
+        """Return the processor seconds of all its threads so far, to the nanosecond."""
         return time.clock_gettime((~self.pid << 3) | 2)  # Linux: CPUCLOCK_SCHED of that process
 
     def memory_bytes(self) -> int:
-        """Return its resident memory, bytes."""
+        """Return its resident memory in bytes."""
         pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def pause(self) -> None:
-        """It gets no processor time until `resume`."""
+        """Stop it (SIGSTOP): it gets no processor time until `resume`."""
         self._child.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
+        """Let it go on after `pause`."""
         self._child.send_signal(signal.SIGCONT)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Close its stdin and wait; if that takes too long ask it to end, and then kill it. Idempotent."""
+        """Close its stdin and wait for its exit; after `timeout_s` send SIGTERM, and after 5 s more SIGKILL. A second
+        call does nothing."""
         self.resume()
         assert self._child.stdin is not None
         assert self._child.stdout is not None
@@ -224,12 +240,14 @@ class Process:
         return line.decode()
 
     def tail(self) -> str:
+        """Return the last lines of its log as the end of a sentence; empty without any."""
         lines = self._log.read_text(errors="replace").strip().splitlines()[-8:]
         return "; it logged: " + " | ".join(lines) if lines else ""
 
 
 class Workspace:
-    """A private folder with a short path, and the processes of one measurement; all end with the `with`."""
+    """A private folder with a short path, and the processes of one measurement; all end with the `with`, the last
+    started first."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pdb"))
@@ -246,14 +264,17 @@ class Workspace:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def endpoint(self, name: str) -> str:
+        """Return the ipc endpoint `name` in the folder."""
         return f"ipc://{self.folder}/{name}"
 
     def program(self, *argv: str, name: str = "", env: Mapping[str, str] | None = None, python: str = "") -> Process:
-        """Start `python -m argv`; `wait_ready` is the caller's."""
+        """Start `python -m argv` in a process, and return without waiting for READY. `env`: variables beside our own;
+        `python`: the interpreter, if not ours."""
         return self._start(("-m", *argv), name or argv[0], env, python)
 
     def part(self, target: str, env: Mapping[str, str] | None = None, python: str = "", **settings: Any) -> Process:
-        """Start `module:function` of this package in a process of its own (`child.py`)."""
+        """Start `module:function` of this package in a process of its own (`child.py`), with `settings` as arguments,
+        and return without waiting for READY."""
         return self._start((CHILD, target, json.dumps(settings)), target.replace(":", "."), env, python)
 
     def _start(self, argv: Sequence[str], name: str, env: Mapping[str, str] | None, python: str) -> Process:
@@ -265,13 +286,14 @@ class Workspace:
 def in_child(
     target: str, timeout_s: float = ANSWER_S, env: Mapping[str, str] | None = None, python: str = "", **settings: Any
 ) -> Any:
-    """Return the result of `module:function` of this package in a fresh process, without our heap and caches."""
+    """Run `module:function` of this package in a fresh process, without our heap and caches, and return its result.
+    Raises PartFailed as `Process.answer` does."""
     with Workspace() as space:
         return space.part(target, env, python, **settings).answer(timeout_s)
 
 
 def await_url(url: str, timeout_s: float, server: Process | None = None) -> None:
-    """Wait until `url` answers. PartFailed when it does not in time, or when `server` has ended."""
+    """Wait until `url` answers. Raises PartFailed when it does not within `timeout_s`, or when `server` has ended."""
     until = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,4 +1,5 @@
-"""The other floor of `rooms`, what engines do today: HTTP on an asyncio server, asked with `requests`.
+"""The other floor of `rooms`, what engines do today: HTTP on an asyncio server, asked with `requests`. A room is the
+number of a request, by which its decode rank finds the rank that prefills it.
 
 `POST /register_dp_rank` takes `{"bootstrap_room", "dp_rank"}`, `POST /query_dp_ranks` takes `{"bootstrap_rooms"}`.
 """
@@ -13,7 +14,8 @@ from benchmarks.child import STDIN, Parent
 
 
 def server(parent: Parent) -> None:
-    """Serve on a free port of 127.0.0.1; says it as a JSON line after READY."""
+    """Serve on a free port of 127.0.0.1 until the parent has gone; the port is sent to it as a JSON line after
+    READY."""
     from aiohttp import web
 
     ranks: dict[int, int] = {}
@@ -48,7 +50,8 @@ def server(parent: Parent) -> None:
 
 
 def asker(parent: Parent, port: int) -> None:
-    """Registers a room, then asks for it; answers with the seconds that each pair of calls took."""
+    """Answer each command (`count`): register so many rooms at `port`, ask for each after its registration, and return
+    the seconds that each pair of calls took."""
     import requests
 
     base = f"http://127.0.0.1:{port}"

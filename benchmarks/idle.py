@@ -1,4 +1,5 @@
-"""`idle`: what broker and controller cost with 16 sim nodes and no requests."""
+"""`idle`: the processor time of broker, controller and a node, with 16 sim nodes (nodes whose engine computes nothing)
+and no requests."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ AIM = Aim(1.0, of_ratio=False)
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     figures: dict[str, list[float]] = {"broker": [], "controller": [], "broker + controller": [], "a node": []}
     with Workspace() as space:
         scope.show(f"starting broker, controller and {NODES} sim nodes")

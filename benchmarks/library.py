@@ -2,7 +2,7 @@
 
 Ranks are rank links with an engine that answers at once (`edge_parts.rank`), under a controller that looks at hashes of
 prompts. Two processes use the library as a program would, `Client` from one thread and `AsyncClient` from tasks. The
-floor says and hears the same messages over the same sockets and does nothing else: prompts are packed and hashed
+floor sends and receives the same messages over the same sockets and does nothing else: prompts are packed and hashed
 beforehand, nothing is checked, kept or resumed. CPU is of the whole process, ZeroMQ's I/O thread included.
 """
 
@@ -49,7 +49,8 @@ REQUEST, TOKEN = "CPU a request", "CPU a streamed token"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`at_once` requests are open at any time. `aim`: microseconds."""
+    """A case to measure: prompts of `tokens` tokens, `at_once` requests open at any time. `aim` is in microseconds;
+    None: no aim."""
 
     tokens: int
     at_once: int
@@ -73,6 +74,7 @@ CASES = (
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     figures: dict[tuple[str, Case], list[float]] = {}
     with Workspace() as space:
         scope.show("starting broker, controller, ranks and clients")
@@ -126,6 +128,7 @@ def _prompts(tokens: int, packed: bool = False) -> Iterator[MutableSequence[int]
 
 
 def by_thread(parent: Parent, controller: str) -> None:
+    """Run a process that uses `Client`. A command is answered with the processor seconds of its `count` requests."""
     with Client(controller) as client:
 
         def measure(tokens: int, count: int, at_once: int, output: int, packed: bool) -> float:
@@ -144,6 +147,7 @@ def by_thread(parent: Parent, controller: str) -> None:
 
 
 def by_tasks(parent: Parent, controller: str) -> None:
+    """Run a process that uses `AsyncClient`; answers as `by_thread`."""
     client = AsyncClient(controller)
 
     async def measure(tokens: int, count: int, at_once: int, output: int, packed: bool) -> float:
@@ -165,6 +169,7 @@ def by_tasks(parent: Parent, controller: str) -> None:
 
 
 def messages(parent: Parent, controller: str) -> None:
+    """Run the floor's process; answers as `by_thread`."""
     with Sockets() as sockets:
         parent.serve(_Messages(sockets, ControllerAddress(controller).clients).measure)
 

@@ -1,9 +1,9 @@
 """The node process of a benchmark: takes a dispatch and ends it at once, so that what is measured is the way to it.
 
 `ours` speaks the whole protocol of a node (hello, welcome, pongs, membership, load reports with acknowledgements at
-`report_hz`, progress once a turn), for any number of ranks and controllers, and computes nothing: it stands on the
-connection and the reports of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each
-dispatch was on its way, when its prompt starts with the time of its submit.
+`report_hz`, progress once a turn), for any number of ranks and controllers, and computes nothing: it uses the
+connection and the reports of nodes/link, and makes no legs (a rank's shares of requests) of dispatches. `bare` echoes
+frames. Both note how long each dispatch was on its way, when its prompt starts with the time of its submit.
 """
 
 from __future__ import annotations
@@ -42,25 +42,30 @@ Reporting = Callable[[Loop, "Sequence[Rank]", float], AbstractContextManager[Non
 
 
 class Journeys:
-    """Nanoseconds from submit to arrival."""
+    """The times from submit to arrival, in nanoseconds."""
 
     def __init__(self) -> None:
         self._ns: list[int] = []
 
     def note(self, prompt: Any) -> None:
+        """Note the arrival of a prompt whose first 8 bytes are the time of its submit."""
         self.sent_at(int.from_bytes(bytes(prompt[:8]), "little"))
 
     def sent_at(self, stamp_ns: int) -> None:
-        """Take the time of a submit, monotonic nanoseconds; 0: its latency is not measured."""
+        """Note the arrival now of a request submitted at `stamp_ns`, in monotonic nanoseconds; 0: its latency is not
+        measured."""
         if stamp_ns:
             self._ns.append(time.monotonic_ns() - stamp_ns)
 
     def take(self) -> list[int]:
+        """Return the times since the last call."""
         taken, self._ns = self._ns, []
         return taken
 
 
 def bare(parent: Parent, endpoint: str, payload_bytes: int, reply_bytes: int = 60) -> None:
+    """Run a node for `bare.broker`: answer each message at `endpoint` with `reply_bytes` bytes. Each command of the
+    parent is answered with the journeys since the last one."""
     copy = payload_bytes < NO_COPY_FROM
     journeys = Journeys()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -99,7 +104,13 @@ def ours(
     make: type[Rank] | None = None,
     reporting: Reporting | None = None,
 ) -> None:
-    """`make`: another kind of ranks; `reporting`: what lets them report, in place of timers of the loop."""
+    """Run a node process with the given `ranks` (numbers of `dp_size`) for these controllers, until the parent has
+    gone; READY once all of them have welcomed all ranks. The command `count` is answered with the number of
+    publications so far, any other with the journeys since the last one.
+
+    `make` is another class of ranks, `reporting` a context manager in which they report, in place of timers of the
+    loop.
+    """
     journeys = Journeys()
     kind = make or Rank
     loop = Loop()
@@ -170,7 +181,8 @@ def watch_stdin(loop: Loop, function: Callable[[], None]) -> None:
 
 
 class Rank:
-    """The part of a rank that a connection needs (`nodes.link.connection.RankEndpoint`), without its core."""
+    """The part of a rank that a connection needs (`nodes.link.connection.RankEndpoint`), without its core. The methods
+    below `wall_s` are called by its connections to controllers."""
 
     def __init__(
         self, loop: Loop, sockets: Sockets, pub: Socket, config: LinkConfig, dp_rank: int, journeys: Journeys,
@@ -200,7 +212,8 @@ class Rank:
             self.connections.append(connection)
 
     def progress(self) -> None:
-        """Everything of this turn started and ended; the report that acknowledges it follows at its time."""
+        """Report to the controllers that everything of this turn started and ended; the load report that acknowledges
+        it follows at its time."""
         self._step += 1
         taken, self.taken = self.taken, {}
         for connection, legs in taken.items():
@@ -208,6 +221,7 @@ class Rank:
             connection.progress(legs, ended)
 
     def report(self) -> None:
+        """Publish the load."""
         now = self._clock()
         load = Load(
             seq=0, step=self._step, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=KV_TOKENS,
@@ -226,23 +240,28 @@ class Rank:
     wall_s = 0.0
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[Any]) -> None:
+        """Take a request: acknowledge it, and end it at the turn's end."""
         if len(frames) == 2:
             self._journeys.note(frames[0].buffer)
         self._reports.acknowledge(dispatch)
         self.taken.setdefault(connection, []).append((dispatch.rid, dispatch.attempt))
 
     def hello(self) -> Hello:
+        """Return the hello for a controller."""
         return hello_of(self._config, FACTS, self.dp_rank, self.epoch, "ready", self._endpoint)
 
     def steps(self) -> tuple[int, bool, int]:
+        """Return step, false (it computes nothing) and the number of the last load, for a pong."""
         return self._step, False, self._publisher.load_seq
 
     def restate_cache(self) -> None: ...
 
     def recall(self, rid: str) -> tuple[TraceEvent, ...]:
+        """Return the recorded events of a request: none."""
         return ()
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
+        """Note a controller's welcome."""
         self._reports.welcomed(connection.key, welcome.epoch)
 
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...

@@ -1,4 +1,5 @@
-"""The parts that several benchmarks start, and how they are joined. Must not measure."""
+"""The parts that several benchmarks start, and how they are connected: broker, controller, nodes, client. Each function
+starts processes in a workspace and waits until they are READY. Must not measure."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Nodes = tuple[Process, ...]
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A client, the process in the middle (our controller, or the bare broker), and the nodes behind it. `beside`: what
-    brings the nodes' loads to the middle."""
+    """A client, the process in the middle (our controller, or the bare broker), and the nodes behind it. `beside` are
+    the processes that bring the nodes' loads to the middle: our broker."""
 
     client: Process
     middle: Process
@@ -23,13 +24,14 @@ class Path:
     beside: tuple[Process, ...] = ()
 
     def journeys(self, count: int, rate: float) -> list[float]:
-        """Send `count` requests at `rate`; the microseconds from submit to arrival of each."""
+        """Send `count` requests, `rate` a second, and return the microseconds from submit to arrival at a node, one for
+        each."""
         self.client.ask(do="paced", count=count, rate=rate)
         return [ns / 1e3 for node in self.nodes for ns in node.ask(do="take")]
 
 
 def broker(space: Workspace, *options: str, **how: Any) -> Process:
-    """`how`, here and below: what else `Workspace.program` takes."""
+    """Start a broker; `options` are for its command line, and `how` is what else `Workspace.program` takes."""
     argv = ("bus", "--bus", space.endpoint("bus"), "--watch-parent", "--log-level", "warning", *options)
     started = space.program(*argv, **how)
     started.wait_ready()
@@ -37,6 +39,7 @@ def broker(space: Workspace, *options: str, **how: Any) -> Process:
 
 
 def controller(space: Workspace, *options: str, at: str = "ctl", **how: Any) -> Process:
+    """Start a controller at the endpoint `at`; `options` and `how` as for `broker`."""
     started = space.program(
         "controller", "--bus", space.endpoint("bus"), "--controller", space.endpoint(at),
         "--watch-parent", "--log-level", "warning", *options, **how,
@@ -46,7 +49,8 @@ def controller(space: Workspace, *options: str, at: str = "ctl", **how: Any) -> 
 
 
 def rank_links(space: Workspace, count: int) -> list[Process]:
-    """Unified ranks that stand on a rank link each, with an engine that does next to nothing (`edge_parts`)."""
+    """Start `count` unified ranks, each a process with a rank link and an engine that does next to nothing
+    (`edge_parts`)."""
     ranks = [
         space.part(
             "edge_parts:rank", bus=space.endpoint("bus"), controller=space.endpoint("ctl"), instance=f"rank-{number}",
@@ -60,7 +64,8 @@ def rank_links(space: Workspace, count: int) -> list[Process]:
 
 
 def sim_nodes(space: Workspace, role: Role, *options: str, processes: int, ranks: int) -> list[Process]:
-    """`ranks` ranks of one instance of the real node program, sim engine, steps of no time."""
+    """Start the real node program in so many `processes`, with `ranks` ranks of one instance in all, the sim engine,
+    and steps of no time."""
     nodes = [
         space.program(
             f"nodes.{role}", "--bus", space.endpoint("bus"), "--controller", space.endpoint("ctl"),
@@ -86,7 +91,8 @@ def our_path(
     report_hz: float = 20.0,
     **how: Any,
 ) -> Path:
-    """Broker and controller (`how` as above), `ranks` unified ranks in as many `processes`, a client."""
+    """Start broker and controller (with `how`, as `broker`), `ranks` unified ranks in as many processes or in
+    `processes`, and a client."""
     brings = broker(space, **how)
     middle = controller(space, "--unified-method", method, **how)
     nodes = our_nodes(space, ranks, processes=processes or ranks, report_hz=report_hz)
@@ -97,7 +103,8 @@ def our_path(
 def our_nodes(
     space: Workspace, ranks: int, *, processes: int, at: Sequence[str] = ("ctl",), kind: str = "node:ours", **more: Any
 ) -> Nodes:
-    """`ranks` unified ranks of the controllers `at`; `more`: what else `benchmarks.node.ours` takes."""
+    """Start `ranks` unified ranks of `benchmarks.node` (or another `kind`) in so many `processes`, for the controllers
+    `at`; `more` is what else `benchmarks.node.ours` takes."""
     nodes = tuple(
         space.part(
             kind, bus=space.endpoint("bus"), controllers=[space.endpoint(each) for each in at],
@@ -111,6 +118,7 @@ def our_nodes(
 
 
 def our_client(space: Workspace, prompt_tokens: int, at: str = "ctl") -> Process:
+    """Start a client (`benchmarks.client`) of the controller `at`, with prompts of so many tokens."""
     leg: Legs = "unified"
     endpoint = f"{space.endpoint(at)}.clients"
     client = space.part("client:main", endpoint=endpoint, ours=True, prompt_tokens=prompt_tokens, leg=leg)
@@ -119,7 +127,7 @@ def our_client(space: Workspace, prompt_tokens: int, at: str = "ctl") -> Process
 
 
 def bare_path(space: Workspace, nodes: int, prompt_tokens: int, *, lean: bool = False) -> Path:
-    """The same shape out of bare ROUTERs and DEALERs; `lean`: frames moved as `bus.runtime.frames` does."""
+    """Start the same shape out of bare ROUTERs and DEALERs; `lean`: frames are moved as `bus.runtime.frames` does."""
     name = "lean" if lean else "bare"
     front, back = space.endpoint(f"{name}-front"), space.endpoint(f"{name}-back")
     size = prompt_tokens * 4

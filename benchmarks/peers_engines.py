@@ -1,4 +1,6 @@
 """The code of other engines that picks a rank and sends the request there, each in a Python that has the engine.
+Functions with `parent` are processes of the `peers` benchmark, which run until the parent has gone; the others are
+called once in a process.
 
 SGLang's: its data-parallel controller, whole, in its own loop. vLLM's: the client of its engines that runs inside its
 API server, and the coordinator that brings it their loads. In the place of engines are ranks of
@@ -28,6 +30,7 @@ ROUNDS = 7
 
 
 def prompt(tokens: int) -> list[int]:
+    """Return `tokens` random token ids, the same for the same number."""
     rng = random.Random(tokens)
     return [rng.randrange(VOCABULARY) for _ in range(tokens)]
 
@@ -36,18 +39,20 @@ def prompt(tokens: int) -> list[int]:
 
 
 class Turns:
-    """In place of a watchdog that is off: how often the loop has looked for a request."""
+    """Replaces SGLang's watchdog: counts how often the loop has looked for a request."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def feed(self) -> None:
+        """Count one turn; SGLang's loop calls it."""
         self.count += 1
 
 
 def sglang(parent: Parent, folder: str, endpoints: list[str], tokens: list[int]) -> None:
-    """A DP controller in front of ranks at `endpoints`. Leaves a request of each length in `folder`, says where it
-    takes them, then answers each command with how often its loop has turned."""
+    """Run a DP controller in front of ranks at `endpoints`. It writes an encoded request of each length in `tokens` to
+    `folder`, sends the parent a JSON line that says where it takes requests and where these files are, then answers
+    each command with the number of its loop's turns."""
     from sglang.srt.utils.common import kill_itself_when_parent_died
 
     kill_itself_when_parent_died()  # a process that stands still at that moment would never learn of it
@@ -78,7 +83,8 @@ def sglang(parent: Parent, folder: str, endpoints: list[str], tokens: list[int])
 
 
 def sglang_loads(parent: Parent, servers: list[str], ranks: int) -> None:
-    """The loads that the schedulers of `servers` write into SGLang's shared memory."""
+    """Write idle loads of `ranks` ranks of each of `servers` into SGLang's shared memory, every LOADS_S, as its
+    schedulers do."""
     from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotWriter, shm_path_for
 
     writers = [
@@ -93,7 +99,8 @@ def sglang_loads(parent: Parent, servers: list[str], ranks: int) -> None:
 
 
 def sglang_pick(ranks: list[int], picks: int) -> dict[str, list[float]]:
-    """Return microseconds of a pick and its raise by `total_tokens`, by number of ranks."""
+    """Measure SGLang's pick with its raise by `total_tokens`: return microseconds of CPU by number of ranks, several
+    values each."""
     from sglang.srt.managers.data_parallel_controller import DPBudget, LoadBalanceMethod
 
     rng = random.Random(1)
@@ -113,7 +120,8 @@ def sglang_pick(ranks: list[int], picks: int) -> dict[str, list[float]]:
 
 
 def vllm(parent: Parent, takes: str, replies: str, loads: str, ranks: int, tokens: list[int]) -> None:
-    """The client of `ranks` engines, its sender included, in the event loop of vLLM's API server."""
+    """Run vLLM's client of `ranks` engines, with a sender of requests, in the event loop of vLLM's API server. The
+    endpoints are those of its sockets. Commands are those of `benchmarks.client`, with `tokens`."""
     import uvloop
 
     uvloop.run(_serve(parent, takes, replies, loads, ranks, tokens))
@@ -191,7 +199,7 @@ class _Caller:
 
 
 def vllm_coordinator(parent: Parent, front: str, outputs: str, waves: str, ranks: int) -> None:
-    """The process that brings the engines' loads to vLLM's API servers, as for a dense model."""
+    """Run the process that brings the engines' loads to vLLM's API servers, as for a dense model."""
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
     def leave() -> None:
@@ -205,7 +213,8 @@ def vllm_coordinator(parent: Parent, front: str, outputs: str, waves: str, ranks
 
 
 def vllm_forms() -> dict[str, Any]:
-    """Return an engine's message: the request MARK has ended, and its load."""
+    """Return an engine's messages, for ranks to imitate: `ended`, that the request MARK has ended, and `load` in
+    hexadecimal."""
     import msgspec
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.metrics.stats import SchedulerStats
@@ -219,7 +228,8 @@ def vllm_forms() -> dict[str, Any]:
 
 
 def vllm_pick(ranks: list[int], picks: int) -> dict[str, list[float]]:
-    """Return microseconds of a pick with its raise, and of the end of another request, by number of ranks."""
+    """Measure vLLM's pick with its raise: return microseconds of CPU by number of ranks, several values each. The end
+    of each request is not counted."""
     from collections import Counter
 
     from vllm.v1.engine import EngineCoreOutputs

@@ -1,7 +1,6 @@
 """The surroundings of another engine's dispatcher in the `peers` benchmark: a sender of requests, and ranks that end
-each at once. Needs no engine: requests were encoded, and the form of answers was told, by the engine's own code
-(`benchmarks.peers_engines`).
-"""
+each at once. Needs no engine: requests, and the form of answers, were encoded by the engine's own code
+(`benchmarks.peers_engines`). Functions with `parent` are processes, which run until the parent has gone."""
 
 from __future__ import annotations
 
@@ -26,7 +25,9 @@ LOADS_S = 0.05  # between the loads of a busy rank
 
 
 def sender(parent: Parent, replies: str, sockets: dict[str, str], requests: dict[str, dict[str, str]]) -> None:
-    """Pushes requests to one of `sockets`; `requests` names files by socket and by tokens of the prompt."""
+    """Push requests to one of `sockets` (endpoints by name) and count the ends that ranks send to `replies`. `requests`
+    gives the file of an encoded request by socket and by tokens of the prompt. Commands are those of
+    `benchmarks.client`, with `to` and `tokens`."""
     with zmq.Context() as context, context.socket(zmq.PULL) as pull:
         pull.bind(replies)
         pushes = {to: context.socket(zmq.PUSH) for to in sockets}
@@ -42,7 +43,8 @@ def sender(parent: Parent, replies: str, sockets: dict[str, str], requests: dict
 
 
 class Pushed(Traffic):
-    """One encoded request again and again, its id stamped; what ends is counted by the ranks."""
+    """The traffic with one encoded request, again and again, its id stamped with the time; ranks send the number of
+    ends."""
 
     def __init__(self, push: zmq.Socket[bytes], pull: zmq.Socket[bytes], path: str) -> None:
         with open(path, "rb") as file:
@@ -72,7 +74,8 @@ class Pushed(Traffic):
 
 
 def pulling_rank(parent: Parent, takes: str, replies: str) -> None:
-    """Take what is pushed, as SGLang's schedulers do; send the sender how many it got, once a turn."""
+    """Run a rank that takes what is pushed to `takes`, as SGLang's schedulers do, and sends `replies` how many requests
+    it got, once a turn. Commands are answered with the journeys since the last."""
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
         pull.bind(takes)
         push.linger = 0
@@ -85,9 +88,10 @@ def pulling_rank(parent: Parent, takes: str, replies: str) -> None:
 def dealing_rank(
     parent: Parent, takes: str, number: int, replies: str, loads: str, waves: str, ended: list[Any], load: str
 ) -> None:
-    """Take what the ROUTER deals, as vLLM's engines do; push one message of all that ended in a turn, and its
-    load to the coordinator while it changes. `ended`: the form of such a message for one request, whose id is MARK;
-    `load`: a message, in hexadecimal digits."""
+    """Run rank `number`, which takes what the ROUTER at `takes` deals, as vLLM's engines do. It pushes one message of
+    all that ended in a turn to `replies`, and its load to the coordinator at `loads` while it changes. `ended` is the
+    form of such a message for one request, whose id is MARK; `load` is a message, in hexadecimal digits. Commands are
+    answered with the journeys since the last."""
     with (
         zmq.Context() as context,
         context.socket(zmq.DEALER) as dealer,
@@ -164,9 +168,11 @@ def _turns(
 
 
 def pick_of_ours(ranks: list[int], picks: int) -> dict[str, list[float]]:
-    """Return microseconds of a pick and its raise by `total_tokens`, by number of ranks."""
+    """Measure our pick with its raise by `total_tokens`: return microseconds of CPU by number of ranks, several values
+    each."""
     return {str(count): pick.measure("total_tokens", count, picks)["ours"] for count in ranks}
 
 
 def cores() -> str:
+    """Return whether this Python has our compiled cores or pure Python, as text."""
     return CORES

@@ -25,7 +25,8 @@ SERIALIZATIONS = {"pickle": "1", "msgpack": "0"}  # SGLang's default first
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way from a sender of requests to the ranks. `asked`: further settings of the client."""
+    """One way from a sender of requests to the ranks, and what is measured of it. `asked`: further settings of the
+    client's commands."""
 
     name: str
     path: parts.Path
@@ -34,6 +35,7 @@ class Side:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
+        """Let a side that spins run inside the `with` block only; others always run."""
         if self.spins:
             self.path.middle.resume()
         try:
@@ -43,8 +45,9 @@ class Side:
                 self.path.middle.pause()
 
     def burst(self, count: int) -> tuple[float, float]:
-        """(CPU a request in µs, requests/s). A side that spins is not charged for the times it looked in vain, at the
-        price of those when it has nothing to do."""
+        """Send `count` requests under full load; return the CPU per request of the dispatcher in µs, and requests/s. A
+        side that spins is not charged for the times it looked in vain, at the price of those when it has nothing to
+        do."""
         look_s = self._look_s() if self.spins else 0.0
         looks, before = self._looks(), self._cpu_s()
         elapsed_s = self._ask(do="burst", count=count, window=WINDOW)["elapsed_s"]
@@ -53,14 +56,14 @@ class Side:
         return (used_s - in_vain * look_s) / count * 1e6, count / elapsed_s
 
     def one_way(self, count: int) -> float:
-        """Microseconds from submit to rank at RATE requests a second, their median."""
+        """Send `count` requests at RATE a second; return the median of the microseconds from submit to rank."""
         for node in self.path.nodes:
             node.ask(do="take")  # of bursts
         self._ask(do="paced", count=count, rate=RATE)
         return percentile([ns / 1e3 for node in self.path.nodes for ns in node.ask(do="take")], 0.5)
 
     def idle(self, seconds: float) -> float:
-        """Percent of a core."""
+        """Wait so many seconds without requests; return the dispatcher's CPU in percent of a core."""
         began, before = time.perf_counter(), self._cpu_s()
         time.sleep(seconds)
         return 100 * (self._cpu_s() - before) / (time.perf_counter() - began)
@@ -86,7 +89,8 @@ Sized = Callable[[int], Side]  # by the tokens of a prompt
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another project's dispatcher, and its pick alone (`module:function`), in a Python that has `package`."""
+    """Another project's dispatcher. `start` starts it in a Python and returns a Side for each of its variants, by
+    tokens of a prompt; `pick` measures its pick alone (`module:function`). The Python must have `package`."""
 
     name: str
     package: str
@@ -96,6 +100,7 @@ class Peer:
 
 
 def rank_count(scope: Scope) -> int:
+    """Return the number of ranks of each side."""
     return scope.size(NODES, 2)
 
 

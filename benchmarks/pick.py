@@ -1,4 +1,5 @@
-"""`pick`: one pick with its raise of the estimate, by method and number of ranks, beside an argmin over a list.
+"""`pick`: one pick of a rank with its raise of the rank's estimated load, by method and number of ranks, beside an
+argmin over a list.
 
 `cache_aware` is measured with hits too: prompts whose blocks some ranks hold (`Hits`).
 """
@@ -44,6 +45,7 @@ AIM_HITS_US = 10.0  # with 512 ranks
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     rows = []
     for method in POLICIES:
         for ranks in RANKS:
@@ -68,7 +70,7 @@ def run(scope: Scope) -> list[Row]:
 
 
 def table_of(ranks: int) -> LoadTable:
-    """A load table of `ranks` unified ranks that have all reported an even load, ready for dispatch."""
+    """Return a load table of `ranks` unified ranks that have all reported the same load and are ready."""
     table = LoadTable(1)
     for dp_rank in range(ranks):
         hello = Hello(
@@ -87,13 +89,13 @@ def table_of(ranks: int) -> LoadTable:
 
 
 def requests(count: int, seed: int) -> list[Submit]:
-    """Seeded requests of 1 to 4,096 tokens."""
+    """Return `count` requests with 1 to 4,096 prompt tokens, drawn by `seed`."""
     rng = random.Random(seed)
     return [Submit(f"r{n}", "unified", rng.randint(1, 4_096), 1, rng.getrandbits(63)) for n in range(count)]
 
 
 def cached(table: LoadTable, hits: Hits, count: int, seed: int) -> tuple[CacheAware, list[Submit]]:
-    """A policy that knows which rank holds which blocks, and `count` requests for it."""
+    """Return a policy that knows which ranks hold which blocks, by `hits`, and `count` requests for such prompts."""
     rng = random.Random(seed)
     policy, ranks = CacheAware(), list(table.ranks.values())
     families = []
@@ -111,19 +113,20 @@ def cached(table: LoadTable, hits: Hits, count: int, seed: int) -> tuple[CacheAw
 
 
 def measure(method: str, ranks: int, picks: int) -> dict[str, Any]:
-    """Time picks by `method`, for requests without hashes."""
+    """Time picks by `method` for requests without hashes, in this process; return as `timed` does."""
     table = table_of(ranks)
     return timed(table, make_policy(method), requests(picks, seed=ranks))
 
 
 def measure_hits(ranks: int, picks: int, blocks: int, holders: int) -> dict[str, Any]:
-    """Time picks by `cache_aware`, for requests of which some ranks hold all blocks."""
+    """Time picks by `cache_aware`, for requests of which some ranks hold all blocks; return as `timed` does."""
     table = table_of(ranks)
     return timed(table, *cached(table, Hits(blocks, holders), picks, seed=ranks))
 
 
 def timed(table: LoadTable, policy: Policy, submits: list[Submit]) -> dict[str, Any]:
-    """Microseconds of CPU a pick, ours and a linear argmin over a list, `ROUNDS` values each after one for warmth."""
+    """Return microseconds of CPU for a pick, `ours` by the policy and `argmin` over a list: ROUNDS values each, after
+    one for warmth."""
     group = table.group("unified", "m")
     picks, ranks = len(submits), len(table.ranks)
     loads = [1_000] * ranks

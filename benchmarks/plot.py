@@ -11,7 +11,8 @@ BAR_INCHES = 0.28
 
 
 def save(results: Sequence[tuple[str, str, Sequence[Row]]], path: Path) -> bool:
-    """Write a PNG; False when no row has a ratio."""
+    """Write a PNG of the results (name, title and rows of each benchmark) to `path`. Return false, and write nothing,
+    when no row has a ratio."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

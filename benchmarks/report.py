@@ -20,6 +20,7 @@ AIM_US = Aim(5.0, of_ratio=False)
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     scope.show(f"{RANKS:,} ranks, {scope.size(20, 4)} reports each")
     taken = in_child("report:measure", reports=scope.size(20, 4))
     share = [us * RANKS * HZ / 1e4 for us in taken["ours"]]
@@ -31,7 +32,8 @@ def run(scope: Scope) -> list[Row]:
 
 
 def frames_of(ranks: int, first_seq: int, reports: int) -> list[tuple[bytes, bytes]]:
-    """(topic, frame) of `reports` rounds of reports, as PUB sends them: each of another load, ranks in any order."""
+    """Return the publications (topic, frame) of `reports` rounds of load reports, as a PUB socket sends them: one of
+    each rank in a round, in any order, with another load each time, numbered from `first_seq` on."""
     frames = []
     rng = random.Random(first_seq)
     for seq in range(first_seq, first_seq + reports):
@@ -47,7 +49,8 @@ def frames_of(ranks: int, first_seq: int, reports: int) -> list[tuple[bytes, byt
 
 
 def measure(reports: int) -> dict[str, Any]:
-    """Microseconds of CPU a report, all the way and for unpacking alone, `ROUNDS` values each after one for warmth."""
+    """Return microseconds of CPU for a report, `ours` all the way and `unpack` alone: ROUNDS values each, after one for
+    warmth."""
     from benchmarks.controller_parts import publication_handler
 
     handle = publication_handler(RANKS)

@@ -1,4 +1,5 @@
-"""`rooms`: what finding a room costs, from its registration, in batches, among a million, and while these expire."""
+"""`rooms`: what finding a room costs, from its registration, in batches, among a million, and while these expire. A
+room is the number of a request, by which its decode rank finds the rank that prefills it; the broker keeps them."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ AIM_PAUSE_MS = Aim(2.0, of_ratio=False)
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     return [*_one_room(scope), *_many_rooms(scope), *_expiry(scope)]
 
 

@@ -44,11 +44,13 @@ WAIT_S = 60.0
 
 
 def room_number(index: int) -> int:
-    """Distinct rooms that look random, as bootstrap rooms do."""
+    """Return the room for an index: distinct numbers that look random, as bootstrap rooms do."""
     return index * 0x9E3779B97F4A7C15 & MAX_ROOM
 
 
 def publisher(parent: Parent, bus: str) -> None:
+    """Run the process that publishes registrations. A command's `do` is `bulk` or `paced` of `_Publisher`, the rest are
+    its arguments."""
     address = BusAddress(bus)
     with Sockets() as sockets:
         one = _Publisher(sockets.pub(address.publish), sockets.dealer(address.bootstrap))
@@ -121,6 +123,8 @@ def _endpoint(rank: int) -> str:
 
 
 def watcher(parent: Parent, bus: str) -> None:
+    """Run the process that watches for rooms and asks the broker. A command's `do` is a method of `_Watcher`, the rest
+    are its arguments."""
     with Sockets() as sockets:
         one = _Watcher(sockets.dealer(BusAddress(bus).bootstrap))
         doings: dict[str, Callable[..., Any]] = {
@@ -195,28 +199,33 @@ class _Watcher:
 
 
 def send(dealer: Socket, message: Message) -> None:
+    """Send a message to the broker, without waiting."""
     dealer.send_multipart((b"", codec.encode(message)))
 
 
 def receive(dealer: Socket) -> Message:
+    """Wait for the broker's next message. Raises TimeoutError after WAIT_S."""
     if not dealer.poll(int(WAIT_S * 1000), zmq.POLLIN):
         raise TimeoutError("the broker does not answer")
     return codec.decode(dealer.recv_multipart()[-1], FROM_BROKER)
 
 
 def ask(dealer: Socket, message: Message) -> Message:
+    """Send a message and return the broker's next message."""
     send(dealer, message)
     return receive(dealer)
 
 
 def count_of(dealer: Socket, name: str) -> int:
+    """Ask the broker for one of its counts, by name."""
     status = ask(dealer, BrokerStatusQuery(1))
     assert isinstance(status, BrokerStatus)
     return status.counts[name]
 
 
 def expiry_turns(rooms: int, ttl_s: float = 12.0) -> list[float]:
-    """CPU seconds of each turn of the broker's sweep while `rooms` expire, in virtual time."""
+    """Return the CPU seconds of each turn of the broker's sweep while `rooms` rooms expire, in virtual time in this
+    process."""
     table = RoomTable(ttl_s)
     owners = [Owner(Location(INSTANCE, rank, 1, _endpoint(rank))) for rank in range(RANKS)]
     for index in range(rooms):

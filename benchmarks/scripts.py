@@ -1,6 +1,7 @@
-"""Fixed scripts over the hot paths, for counting what they do (`opcount`). Each call makes the same script again.
+"""Fixed scripts over the hot paths, so that the instructions they take can be counted (`opcount`). Each function
+returns a script; each call of the script makes the same work again.
 
-A script is a function of no arguments that does its work `TIMES` times over; its inputs are made beforehand.
+A script is a function of no arguments that does its work TIMES times over; its inputs are made beforehand.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ Script = Callable[[], None]
 
 
 def pick(method: str, ranks: int = RANKS) -> Script:
+    """A pick by `method` among `ranks` ranks, and its charge."""
     table = table_of(ranks)
     return _picks(table, make_policy(method), requests(TIMES, seed=1))
 
 
 def pick_hits(ranks: int, blocks: int, holders: int) -> Script:
-    """`cache_aware`, where `holders` ranks hold all blocks of a prompt."""
+    """The same by `cache_aware`, where `holders` ranks hold all blocks of a prompt."""
     table = table_of(ranks)
     return _picks(table, *cached(table, Hits(blocks, holders), TIMES, seed=1))
 
@@ -85,7 +87,7 @@ def _picks(table: LoadTable, policy: Policy, submits: list[Submit]) -> Script:
 
 
 def kv_events() -> Script:
-    """The prefix index alone: of a prompt of 16 blocks that others hold, a rank stores two times eight and gives up one
+    """The prefix index alone: of a prompt of 16 blocks that others hold, a rank stores two times eight and removes one
     after the other, from the end."""
     index = PrefixIndex()
     prompt = list(range(1, 17))
@@ -103,6 +105,7 @@ def kv_events() -> Script:
 
 
 def report() -> Script:
+    """A load report at the controller. The script can be called 8 times."""
     handle = publication_handler(TIMES)
     rounds = (frames_of(TIMES, seq, 1) for seq in itertools.count(2))
     batches = [next(rounds) for _ in range(8)]  # a report counts only once, so every call takes the next
@@ -116,6 +119,7 @@ def report() -> Script:
 
 
 def encode() -> Script:
+    """The encoding of a Dispatch and an Accepted."""
     location = Location(INSTANCE, 3, 1 << 60, "ipc:///run/user/1000/pdbus/node-3")
     messages: list[Message] = [
         Dispatch("r" * 32, 1, "unified", 3, 1 << 60, 12_345, 128, 128, 16),
@@ -131,6 +135,7 @@ def encode() -> Script:
 
 
 def decode() -> Script:
+    """The decoding of a Submit, a Progress and a LoadReport."""
     ended = Ended("r" * 32, 1, "unified", "ok", "", 16)
     load = Load(
         seq=9, step=9, running=3, waiting=1, waiting_tokens=500, kv_tokens=1_000, kv_capacity=1 << 20,

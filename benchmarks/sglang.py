@@ -35,7 +35,8 @@ START_S = 600.0  # importing SGLang takes most of it
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """One that runs, and a socket to it as SGLang's tokenizer process has."""
+    """A DP controller that runs, with a socket to it as SGLang's tokenizer process has, encoded requests to send, the
+    CPU of its dispatches in µs, and the names that ranks need to report to it (`bus` empty: without the plugin)."""
 
     process: Process
     tokenizer: zmq.Socket[bytes]
@@ -47,6 +48,7 @@ class Controller:
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows."""
     return [*_rooms(scope), *_dispatch(scope), *_bursts(scope)]
 
 

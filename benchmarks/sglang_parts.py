@@ -1,6 +1,7 @@
-"""SGLang's own code in one process of the `sglang` benchmark, with the plugin or without it; no model runs.
+"""SGLang's own code in one process of the `sglang` benchmark, with our plugin or without it; no model runs.
 
-What is replaced is what starts processes: the DP controller's schedulers are sockets that lead to the benchmark.
+What is replaced is what starts processes: the schedulers of the DP controller (it distributes requests over
+data-parallel ranks) are sockets that lead to the benchmark.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ LOOP_S = 0.0005  # a decode scheduler's turn
 
 
 class Hosted:
-    """A prefill server of as many ranks as there are `endpoints`, in this process, which plays its rank 1. `method`
-    None: SGLang's, whichever `sglang_method` says, without the plugin. `split` False: one that decodes as well."""
+    """A prefill server of as many ranks as there are `endpoints`, in this process, which plays its rank 1. `method` is
+    the plugin's; None: no plugin, and SGLang picks by `sglang_method`. With `split` false, the server decodes as
+    well."""
 
     def __init__(
         self,
@@ -85,12 +87,13 @@ class Hosted:
         sys.stdout = sys.__stdout__
 
     def stop(self) -> None:
+        """Stop the plugin's threads and brokers."""
         for side in self.sides or ():
             side.stop()
 
 
 def generate(rid: str, ids: Sequence[int], room: int = 0, **also: Any) -> Any:
-    """A request as SGLang's tokenizer process sends it."""
+    """Return a request as SGLang's tokenizer process sends it."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -102,7 +105,7 @@ def generate(rid: str, ids: Sequence[int], room: int = 0, **also: Any) -> Any:
 
 
 class Manager(SimpleNamespace):
-    """In place of a KV manager, which would register memory with Mooncake: its tables, and its methods for them."""
+    """Replaces a KV manager, which would register memory with Mooncake: its tables, and its methods for them."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -126,7 +129,8 @@ class Manager(SimpleNamespace):
 
 
 def rooms(folder: str, bootstrap_port: int, method: str | None, count: int) -> dict[str, list[float]]:
-    """Microseconds of registering a room, on the thread that does it, and from then until an asker knows it."""
+    """Register `count` rooms and return, for each, the microseconds of CommonKVSender's call on its thread
+    (`registered`), and from its begin until a decode rank's query knows the room (`known`)."""
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
 
     hosted = Hosted(
@@ -158,8 +162,9 @@ def controller(
     lengths: list[int],
     dispatches: int,
 ) -> None:
-    """A DP controller: how long its choices and sends take, then its real loop. Says where it takes requests, and those
-    of random prompts of these `lengths` in SGLang's encoding."""
+    """Run a DP controller until the parent has gone: first time `dispatches` of its choices and sends, then run its
+    real loop. It sends the parent one JSON line: these times in µs of CPU, where it takes requests, and encoded
+    requests with random prompts of these `lengths`."""
     hosted = Hosted(Path(folder), endpoints, bootstrap_port, method, sglang_method=sglang_method)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 500) for _ in range(length)] for length in lengths]
@@ -180,8 +185,9 @@ def controller(
 
 
 class StubRank(threading.Thread):
-    """A prefill scheduler whose steps only take time: takes in what has come, computes whole prompts up to a budget in
-    order, says its load, again. `ended` has the end of each request's step."""
+    """A prefill scheduler, on a thread, whose steps only take time. It repeats: take in what has come, compute whole
+    prompts up to a budget of tokens in order, at `tokens_s` a second, report by `publish(taken, queue)`. `ended` gets
+    the end of each request's step, in monotonic seconds; `listens` is set once it takes requests."""
 
     def __init__(self, endpoint: str, tokens_s: float, budget: int, publish: Any, ended: dict[str, float]) -> None:
         super().__init__(daemon=True)
@@ -193,6 +199,7 @@ class StubRank(threading.Thread):
         self.listens = threading.Event()
 
     def run(self) -> None:
+        """The thread's loop; `start` runs it. It never ends."""
         import zmq
         from sglang.srt.managers.io_struct import sock_recv
 
@@ -221,8 +228,8 @@ class StubRank(threading.Thread):
 def ranks(
     parent: Parent, endpoints: list[str], server: str, bus: str, nonce: int, tokens_s: float, budget: int
 ) -> None:
-    """Stub schedulers at `endpoints`, which say their load by SGLang's shared memory, and on `bus` if there is one.
-    Each command is answered with the ends of all steps so far, by rid."""
+    """Run stub schedulers at `endpoints`, which report their loads by SGLang's shared memory, and on `bus` if it is not
+    empty. Each command is answered with the ends of all steps so far, by rid."""
     from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotWriter, shm_path_for
 
     from bus import Publisher
@@ -262,7 +269,7 @@ def ranks(
 
 
 def encoded(requests: Sequence[Any]) -> Iterator[bytes]:
-    """Send them as SGLang does, whatever encoding it has chosen."""
+    """Yield the bytes of each request as SGLang sends it, in whatever encoding it has chosen."""
     import zmq
     from sglang.srt.managers.io_struct import sock_send
 

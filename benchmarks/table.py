@@ -1,4 +1,4 @@
-"""Rows as text: the table that people read, and the one object that programs read."""
+"""Rows as text: the table that people read, and the JSON object that programs read."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def number(value: float) -> str:
-    """Three significant digits, thousands apart."""
+    """Return a number with three significant digits and a comma between thousands."""
     if abs(value) >= 999.5:
         return f"{round(value, 3 - len(str(round(abs(value))))):,.0f}"
     return f"{value:.3g}"
 
 
 def show(console: Console, title: str, rows: Iterable[Row]) -> None:
+    """Print the rows as a table; missed aims are yellow."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("case", "metric", "aim", "") else "right")
@@ -46,7 +47,7 @@ def show(console: Console, title: str, rows: Iterable[Row]) -> None:
 
 
 def markdown(results: Iterable[tuple[str, str, Sequence[Row]]]) -> str:
-    """A section with a table for each (name, title, rows)."""
+    """Return a section with a table for each (name, title, rows)."""
     lines: list[str] = []
     for name, title, rows in results:
         lines += [f"## {name}", "", title, "", "| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
@@ -56,7 +57,8 @@ def markdown(results: Iterable[tuple[str, str, Sequence[Row]]]) -> str:
 
 
 def as_json(results: Sequence[tuple[str, str, Sequence[Row]]]) -> str:
-    """`{"name": ..., "rows": [...]}`; of several benchmarks, the name is `all` and each case begins with its own."""
+    """Return `{"name": ..., "rows": [...]}` as JSON; of several benchmarks, the name is `all` and each case begins with
+    its own."""
     if len(results) == 1:
         name, _, rows = results[0]
         return json.dumps({"name": name, "rows": [row.as_json() for row in rows]}, ensure_ascii=False)

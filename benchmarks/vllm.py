@@ -1,5 +1,6 @@
 """`vllm`: what the bus adds to vLLM, beside what vLLM's own HTTP server adds. Three engines on this machine's CPU, in
-turn: one `AsyncLLM` in the caller's process; one behind the bus, as a unified rank; one behind vLLM's HTTP server.
+turn: one `AsyncLLM` in the caller's process; one behind the bus, as a unified rank (it does prefill and decode); one
+behind vLLM's HTTP server.
 
 Each is asked for the completion of a text, but for the first, which takes and gives token ids. The model has one layer
 of SmolLM2's and random weights: its vocabulary and its steps of a few milliseconds are what counts around an engine.
@@ -42,15 +43,17 @@ class Way:
     figures: dict[str, list[float]] = field(default_factory=dict)
 
     def note(self, metric: str, value: float) -> None:
+        """Add a value of one run to a figure."""
         self.figures.setdefault(metric, []).append(value)
 
     def cpu_us(self) -> tuple[float, float]:
-        """Return the servers' processor time; and with the caller's."""
+        """Return the processor time so far in microseconds: of the servers, and with the caller's."""
         servers = sum(server.cpu_s() for server in self.servers)
         return servers * 1e6, (servers + self.caller.cpu_s()) * 1e6
 
 
 def run(scope: Scope) -> list[Row]:
+    """Measure and return the rows. Raises ConfigError if vLLM is not installed."""
     versions.check_installed(split=False)
     with Workspace() as space:
         ways = [make(space, scope) for make in (_direct, _bus, _http)]

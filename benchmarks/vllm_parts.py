@@ -1,4 +1,6 @@
-"""The callers of `vllm`: each asks its own way, one load for all of them."""
+"""The callers of `vllm`: each asks its own way, under the same load. Each function is a process of the benchmark, which
+runs until the parent has gone. A command gives `count`, `concurrency` and `output` tokens; its answer is the
+microseconds from each request to its first output (`first_us`) and the seconds of all (`elapsed_s`)."""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def _serve(parent: Parent, loop: asyncio.AbstractEventLoop, ask: Ask) -> None:
 
 
 def direct(parent: Parent, model: str, arguments: list[str]) -> None:
-    """vLLM's front end in this process. Token ids in, token ids out."""
+    """Ask vLLM's front end in this process. Token ids in, token ids out."""
     loop = asyncio.new_event_loop()
     choices = versions.Choices(
         role="unified", ranks=1, engine_id="", host="127.0.0.1", side_port=0, events_port=0, lease_s=1
@@ -84,7 +86,7 @@ def direct(parent: Parent, model: str, arguments: list[str]) -> None:
 
 
 def server(parent: Parent, arguments: list[str]) -> None:
-    """vLLM's HTTP server in this process, as `vllm serve` runs it, until the parent has gone."""
+    """Run vLLM's HTTP server in this process, as `vllm serve` does, until the parent has gone. It takes no commands."""
     keep_stdout()
     parent.ready()
     os.environ.update(VLLM_LOGGING_STREAM="ext://sys.stderr", VLLM_WORKER_MULTIPROC_METHOD="spawn")
@@ -107,7 +109,7 @@ async def _started(args: Any) -> Any:
 
 
 def bus(parent: Parent, controller: str) -> None:
-    """The client library. Text in, text out."""
+    """Ask by the client library. Text in, text out."""
     from pdbus.client import AsyncClient
 
     client = AsyncClient(controller)
@@ -125,7 +127,7 @@ def bus(parent: Parent, controller: str) -> None:
 
 
 def http(parent: Parent, port: int) -> None:
-    """OpenAI's completions, streamed, over a connection a request. Text in, text out."""
+    """Ask by OpenAI's completions, streamed, over a connection a request. Text in, text out."""
 
     async def ask(text: str, output: int) -> AsyncIterator[object]:
         fields = {"model": "smollm2", "prompt": text, "max_tokens": output, "temperature": 0, "ignore_eos": True}
