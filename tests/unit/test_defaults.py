@@ -127,8 +127,6 @@ def test_a_declared_interval_is_taken_within_bounds() -> None:
         ("failures.md", rf"`lost` \| {defaults.LEASE_S:g} s \| `--lease-s`"),
         ("failures.md", rf"`hung` \| {ControllerConfig.hang_s:g} s \| `--hang-s`"),
         ("failures.md", rf"\| a load report is believed \| {STALE_S:g} s, or {STALE_INTERVALS:g} of"),
-        ("failures.md", rf"\| a room \| {defaults.ROOM_TTL_S:g} s \|"),
-        ("failures.md", rf"\| beacon of the broker \| {defaults.BEACON_S:g} s \|"),
     ],
 )  # fmt: skip
 def test_the_docs_say_so(page: str, row: str) -> None:
