@@ -51,7 +51,7 @@ def main(
     log_level: str,
     watch_parent: bool,
 ) -> None:
-    """Carry the bus (publications) and the bootstrap state: which prefill rank holds which room."""
+    """Run the broker: forward publications, and answer which prefill rank has which room."""
     logs.configure(log_level, part="broker")
     config = BrokerConfig(
         address,

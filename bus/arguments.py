@@ -53,7 +53,7 @@ def positive(value: object, name: str) -> float:
 
 
 def instance_name(value: object, name: str) -> str:
-    """Return `value`, an instance's name or nothing, as a plain text."""
+    """Return `value`, the name of an instance or an empty text, as a plain str. ValueError for anything else."""
     if not isinstance(value, str) or (value and NAME.fullmatch(value) is None):
         raise ValueError(f"{name} is not a valid name")
     return str(value)  # a subclass of str cannot be encoded
