@@ -38,17 +38,6 @@ def test_the_page_says_of_each_code_what_the_table_says() -> None:
     ]
 
 
-def test_the_causes_on_the_page_promise_the_retries_of_the_table() -> None:
-    section = FAILURES.split("## Requests")[1].split("### Codes")[0]
-    promised: dict[str, str] = {}
-    for cell, helps in re.findall(r"^\|[^|]*\|([^|]*)\|([^|]*)\|$", section, re.M):
-        for code in set(re.findall(r"`(\w+)`", cell)) & CODES:
-            promised[code] = helps.strip()
-    assert len(promised) > 15
-    for code, helps in promised.items():
-        assert (helps != "no") == is_retryable(code), (code, helps)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("code", sorted(CODES))
 def test_who_retries_a_code_agrees_with_its_status(code: Code) -> None:
     """429 and 503 tell an HTTP client to come again, the other statuses do not."""
