@@ -39,9 +39,10 @@ class BlockStored:
     """Consecutive blocks came into the cache. They are named by `hashes` and have `block_tokens` tokens each, all in
     `tokens`; the first of them follows the block `parent` (None: it begins the prompt).
 
-    `plain` is False where more than the tokens made the hashes (an adapter, a salt): no request of ours can name such
-    blocks. `group` is the engine's number for the layers of these blocks. `serves` is False where they are in another
-    medium than the device's memory, or belong to layers that do not attend to the whole prompt.
+    `plain` is False where more than the tokens made the hashes (an adapter, an image): no request of ours can name
+    such blocks. `group` is the engine's number for the layers of these blocks. `serves` is False where they are in
+    another medium than the device's memory, or belong to layers that do not attend to the whole prompt. `salt` is the
+    prompt's `cache_salt`, which comes with a first block.
     """
 
     hashes: tuple[Hash, ...]
@@ -51,6 +52,7 @@ class BlockStored:
     plain: bool = True
     group: int | None = None
     serves: bool = True
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +136,33 @@ def _events(event: Any) -> tuple[KvEvent, ...]:
     parent = fields.get("parent_block_hash")
     parent = None if parent is None else _hash(parent)
     serves = serves and fields.get("kv_cache_spec_kind") not in _PARTIAL
-    plain = len(hashes)  # so many of them, the first ones
+    plain, salt = len(hashes), ""  # so many of them, the first ones
     if any(fields.get(name) is not None for name in ("lora_id", "lora_name", "cache_salt")) or (
         len(tokens) != size * plain or not all(type(t) is int and 0 <= t < 2**31 for t in tokens)
     ):
         plain = 0
     elif keys := fields.get("extra_keys"):
+        if parent is None and (salt := _salt(keys)):
+            keys = [None, *keys[1:]]
         plain = _without_keys(keys, plain)
     if plain == len(hashes):
-        return (BlockStored(hashes, parent, tuple(tokens), size, True, group, serves),)
+        return (BlockStored(hashes, parent, tuple(tokens), size, True, group, serves, salt),)
     rest = BlockStored(hashes[plain:], hashes[plain - 1] if plain else parent, (), size, False, group, serves)
     if not plain:
         return (rest,)
-    return BlockStored(hashes[:plain], parent, tuple(tokens[: plain * size]), size, True, group, serves), rest
+    return BlockStored(hashes[:plain], parent, tuple(tokens[: plain * size]), size, True, group, serves, salt), rest
+
+
+def _salt(keys: Any) -> str:
+    """Return the salt that is the only extra key of the first block; empty where there is none. vLLM gives a pair for
+    each key, of its kind and its value."""
+    first = keys[0] if type(keys) is list else None
+    if type(first) is not list or len(first) != 1 or type(first[0]) is not list:
+        return ""
+    match first[0]:
+        case ["cache_salt", str(salt)]:
+            return salt
+    return ""
 
 
 def _without_keys(keys: Any, count: int) -> int:

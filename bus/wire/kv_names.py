@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from bus.wire.hashing import ROOT, hash_block, token_bytes
+from bus.wire.hashing import ROOT, hash_block, root_of, token_bytes
 from bus.wire.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 
 MAX_BLOCKS = 262_144
@@ -105,6 +105,8 @@ class Translator:
             self._counts["kv_blocks_unnamed"] += len(event.hashes)
             return ROOT, []
         follows = parent
+        if event.salt:
+            parent = root_of(event.salt)
         packed, size = token_bytes(event.tokens), 4 * event.block_tokens
         names: list[int] = []
         for number, theirs in enumerate(event.hashes):

@@ -28,6 +28,7 @@ MAX_DP_SIZE = 4096
 MAX_TRACE_EVENTS = 64  # of one part and one request; with MAX_TRACE_PARTS they all fit in one frame
 MAX_TRACE_PARTS = 16
 MAX_PHRASE = 192
+MAX_WORD = 32
 MAX_WANTED = 256
 
 Role: TypeAlias = Literal["prefill", "decode", "unified"]
@@ -55,7 +56,7 @@ AgeSeconds: TypeAlias = Annotated[float, Meta(ge=-1, le=1e9)]  # -1: never
 # Printable ASCII, and short enough that an Answer of MAX_ROOMS_PER_MESSAGE locations always fits in a frame.
 Endpoint: TypeAlias = Annotated[str, Meta(extra={"alphabet": ENDPOINT})]
 InstanceOrEmpty: TypeAlias = Annotated[str, Meta(max_length=64)]  # empty: any, or the only one
-Word: TypeAlias = Annotated[str, Meta(max_length=32)]
+Word: TypeAlias = Annotated[str, Meta(max_length=MAX_WORD)]
 Layout: TypeAlias = Annotated[str, Meta(max_length=128)]
 Model: TypeAlias = Annotated[str, Meta(max_length=128)]
 KeyName: TypeAlias = Annotated[str, Meta(max_length=80)]  # `clients/alice`; empty: there are no keys

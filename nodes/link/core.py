@@ -50,6 +50,7 @@ from nodes.link.runner import (
     Held,
     LegFailed,
     Output,
+    PromptLogprobs,
     Pull,
     RankFacts,
     Stepped,
@@ -230,6 +231,8 @@ class RankCore:
             case Began():
                 leg.cached_tokens = event.cached_tokens
                 leg.add_event("began", now, f"{event.cached_tokens} tokens cached" if event.cached_tokens else "")
+            case PromptLogprobs():
+                leg.prompt_logprobs = event.logprobs
             case Held():
                 leg.step("held")
                 leg.add_event("held", now)

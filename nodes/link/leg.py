@@ -16,6 +16,7 @@ from bus.wire.codec import decode
 from bus.wire.codes import Code, Refusal
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import (
+    MAX_LOGPROBS_PER_MESSAGE,
     PARAMS,
     Dispatch,
     Ended,
@@ -125,6 +126,7 @@ class Leg:
     # decode and unified: its output, and its reader (streams)
     output: list[int] = field(default_factory=list)  # kept until the reader has all of it
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each of `output`, where they are wanted
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `prompt` but the first, where they are wanted
     reader: bytes | None = None  # the client that is sent the output, by its connection
     unread_since: float = 0.0  # while it has no reader
     lost: bool = False  # the reader's connection is gone: it may attach again over another
@@ -300,6 +302,13 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
         raise Refusal(
             "bad_request", f"this rank does not know {', '.join(unknown)} (the submit did not say it needs it)"
         )
+    if params.prompt_logprobs >= 0:
+        if role != "unified":
+            raise Refusal("bad_request", f"prompt_logprobs: unified ranks alone have them, not a {role} rank")
+        if dispatch.prompt_tokens - dispatch.offset - 1 > MAX_LOGPROBS_PER_MESSAGE:
+            raise Refusal(
+                "bad_request", f"prompt_logprobs: the prompt has more than {MAX_LOGPROBS_PER_MESSAGE + 1} tokens"
+            )
     if bare:
         return array("i"), params
     if len(frames[0]) != 4 * dispatch.prompt_tokens:

@@ -40,6 +40,14 @@ class Output(Struct, frozen=True):
     logprobs: Sequence[TokenLogprobs] = ()
 
 
+class PromptLogprobs(Struct, frozen=True):
+    """The log probabilities of a unified leg's prompt, from its second token on. They come before its first output
+    where its `params` ask for them and its `offset` is 0."""
+
+    leg: Leg
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class Held(Struct, frozen=True):
     """A prefill leg's prompt is computed, and its KV cache is kept for `valid_s` seconds, or until `release` if that is
     sooner. `handle` goes to the decode rank's runner unread."""
@@ -101,8 +109,12 @@ class Dead(Struct, frozen=True):
     reason: str
 
 
-Event: TypeAlias = Began | Output | Held | Pull | Fetched | Finished | LegFailed | Stepped | CacheChanged | Dead
-EVENTS = frozenset({Began, Output, Held, Pull, Fetched, Finished, LegFailed, Stepped, CacheChanged, Dead})
+Event: TypeAlias = (
+    Began | Output | PromptLogprobs | Held | Pull | Fetched | Finished | LegFailed | Stepped | CacheChanged | Dead
+)
+EVENTS = frozenset(
+    {Began, Output, PromptLogprobs, Held, Pull, Fetched, Finished, LegFailed, Stepped, CacheChanged, Dead}
+)
 Emit: TypeAlias = Callable[[Event], None]
 
 

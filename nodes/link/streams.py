@@ -291,6 +291,9 @@ class Streams:
         start = leg.sent
         first = start - leg.offset
         end = first + (MAX_LOGPROBS_PER_MESSAGE if leg.logprobs else MAX_TOKENS_PER_MESSAGE)
+        of_prompt = leg.prompt_logprobs if not first else ()
+        if of_prompt:
+            end = MAX_SHARED_IDS  # so that both fit in a frame
         ids, logprobs = tuple(leg.output[first:end]), tuple(leg.logprobs[first:end])
         leg.sent += len(ids)
         leg.sent_at = now
@@ -298,9 +301,15 @@ class Streams:
         cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
         if not leg.finish or leg.sent < leg.produced:
             early = cached if not first and ids else 0  # with the first tokens, as some readers state it before the end
-            return Tokens(leg.rid, leg.attempt, start, ids, found_by=found_by, cached_tokens=early, logprobs=logprobs)
+            return Tokens(
+                leg.rid, leg.attempt, start, ids, found_by=found_by, cached_tokens=early, logprobs=logprobs,
+                prompt_logprobs=of_prompt,
+            )  # fmt: skip
         leg.finish_sent = True
-        return Tokens(leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs)
+        return Tokens(
+            leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs,
+            prompt_logprobs=of_prompt,
+        )  # fmt: skip
 
     def _keep_early(self, rid: str, keep: Callable[[_Early], bool]) -> None:
         waiting = self._early.get(rid)

@@ -8,13 +8,13 @@ begin and end before its next report. This module owns no thread and no socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, get_args
 
 from msgspec import Struct
 
 from bus.wire.codes import Code
-from bus.wire.messages import Load
+from bus.wire.messages import Load, TokenLogprobs
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.leg import Leg, LegState
 from nodes.link.puller import MAX_HANDLE_BYTES
@@ -27,6 +27,7 @@ from nodes.link.runner import (
     Held,
     LegFailed,
     Output,
+    PromptLogprobs,
     RankFacts,
     Stepped,
 )
@@ -54,7 +55,7 @@ class InvalidEvent(Struct, frozen=True):
     why: str
 
 
-LegEvent: TypeAlias = Began | Output | Held | Fetched | Finished | LegFailed
+LegEvent: TypeAlias = Began | Output | PromptLogprobs | Held | Fetched | Finished | LegFailed
 RunnerEvent: TypeAlias = LegEvent | Dead | LoadUpdate | InvalidEvent
 _RUNS, _ENDS = (Output, Began, Held), (Finished, LegFailed)  # a union would be built again for each token
 Orders: TypeAlias = Callable[[Leg, Start | Cancel | Release], None]
@@ -229,6 +230,11 @@ def _why_invalid(event: LegEvent, facts: RankFacts) -> str:
     match event:
         case Output():
             return _why_invalid_output(event, facts)
+        case PromptLogprobs(leg, logprobs):
+            wanted = leg.prompt_tokens - 1 if leg.params.prompt_logprobs >= 0 and not leg.offset else 0
+            if len(logprobs) != wanted or leg.output:
+                return f"log probabilities of {len(logprobs)} prompt tokens, {wanted} wanted before the output"
+            return _why_invalid_likeliest(logprobs, leg.params.prompt_logprobs, vocab)
         case Began(leg, cached_tokens):
             prompt = leg.prompt_tokens
             return "" if 0 <= cached_tokens <= prompt else f"{cached_tokens} cached tokens of a prompt of {prompt}"
@@ -259,10 +265,16 @@ def _why_invalid_output(output: Output, facts: RankFacts) -> str:
         return f"{len(leg.output) + len(tokens)} tokens where {leg.max_tokens} were asked for"
     if len(logprobs) != (len(tokens) if leg.wants_logprobs else 0):
         return f"log probabilities of {len(logprobs)} tokens for {len(tokens)}, asked: {leg.params.logprobs}"
-    for each in logprobs:
-        if len(each.top) > leg.params.logprobs or not all(0 <= token < vocab for token, _ in each.top):
-            return f"more likeliest tokens than {leg.params.logprobs}, or outside 0..{vocab - 1}: {each.top}"
+    if why := _why_invalid_likeliest(logprobs, leg.params.logprobs, vocab):
+        return why
     return f"token ids outside 0..{vocab - 1}" if tokens and not 0 <= min(tokens) <= max(tokens) < vocab else ""
+
+
+def _why_invalid_likeliest(logprobs: Sequence[TokenLogprobs], most: int, vocab: int) -> str:
+    for each in logprobs:
+        if len(each.top) > most or not all(0 <= token < vocab for token, _ in each.top):
+            return f"more likeliest tokens than {most}, or outside 0..{vocab - 1}: {each.top}"
+    return ""
 
 
 def event_of(leg: Leg, make: Callable[[], LegEvent]) -> LegEvent | InvalidEvent:

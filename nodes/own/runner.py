@@ -48,7 +48,7 @@ def facts_of(spec: EngineSpec, max_running: int) -> RankFacts:
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_ids,
         kv_layout=spec.layout,
-        params=spec.params,
+        params=(*spec.params, "cache_salt"),  # the scheduler's, whichever engine it has
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 
-from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
+from bus.wire.hashing import ROOT, block_hashes, hash_block, root_of, token_bytes
 from nodes.own.admission import AdmissionQueue, ClientUsage, StepShares
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Row, StepPlan, StepResult
@@ -95,7 +95,8 @@ class Scheduler:
         if sequence.id in self._sequences or not len(sequence.prompt) or sequence.max_tokens < 1:
             raise ValueError(f"sequence {sequence.id} is empty or known already")
         if sequence.hashes is None:
-            sequence.hashes = [] if sequence.imported else block_hashes(sequence.prompt, self.pool.block_tokens)
+            root = root_of(sequence.params.cache_salt)
+            sequence.hashes = [] if sequence.imported else block_hashes(sequence.prompt, self.pool.block_tokens, root)
         self._sequences[sequence.id] = sequence
         self._shares.came(sequence.client)
         self.prompt_tokens_total += len(sequence.prompt)
@@ -277,7 +278,8 @@ class Scheduler:
                 if sequence.imported or isinstance(sequence.prompt, range):
                     return  # the ids before it are not known here
                 block = self._tokens(sequence, index * size, size)
-                hashes.append(hash_block(hashes[-1] if hashes else ROOT, token_bytes(block)))
+                last = hashes[-1] if hashes else root_of(sequence.params.cache_salt)
+                hashes.append(hash_block(last, token_bytes(block)))
             parent = hashes[index - 1] if index else ROOT
             self.pool.commit(sequence.table[index], hashes[index], parent, self._tokens(sequence, index * size, size))
             sequence.committed += 1

@@ -17,6 +17,7 @@ from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.ports import free_ports, hold, socket_host
 from bus.runtime.sockets import Socket, Sockets
+from bus.wire.messages import MAX_WORD, Role, parser_word
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
 from nodes.own.engines import smollm2
@@ -27,7 +28,7 @@ from nodes.vllm.engine import EngineThread
 from nodes.vllm.events import EventRelay
 from nodes.vllm.reaper import Reaper
 from nodes.vllm.runner import VllmRunner
-from nodes.vllm.sampling import GRAMMARS, KNOWN, NOT_SPECULATING
+from nodes.vllm.sampling import GRAMMARS, KNOWN, NOT_SPECULATING, REASONING, THINKING, UNIFIED
 from nodes.vllm.smollm2 import hugging_face
 
 LOOPBACK = "127.0.0.1"
@@ -114,7 +115,7 @@ def _engine(
         log_loaded(facts)
         for index, dp_rank in enumerate(config.dp_ranks):
             runner = VllmRunner(
-                rank_facts(facts, lease_s),
+                rank_facts(facts, lease_s, config.role),
                 engine.client,
                 name=f"{choices.engine_id}-{dp_rank}",
                 sampling=versions.sampling,
@@ -132,10 +133,18 @@ def _engine(
         yield runners, facts
 
 
-def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
-    """Return the description of a rank that runs this engine. A KV cache handed over needs a heartbeat of its lease,
-    and 2 s, left."""
-    known = tuple(name for name in KNOWN if not (facts.speculates and name in NOT_SPECULATING))
+def rank_facts(facts: versions.Facts, lease_s: float, role: Role = "unified") -> RankFacts:
+    """Return the description of a rank of this role that runs this engine. A KV cache handed over needs a heartbeat of
+    its lease, and 2 s, left."""
+    known = [name for name in KNOWN if not (facts.speculates and name in NOT_SPECULATING)]
+    if role == "unified":
+        known += UNIFIED
+    if facts.tokenizes:
+        known += GRAMMARS
+    if facts.limits_thinking:
+        known += THINKING
+    if facts.reasoning_parser and len(word := parser_word(facts.reasoning_parser)) <= MAX_WORD:
+        known += (*REASONING, word)
     return RankFacts(
         model=facts.model,
         max_context=facts.max_context,
@@ -147,7 +156,7 @@ def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
         kv_layout=facts.kv_layout,
         kv_transfer=facts.connector or OVER_THE_BUS,
         wants_prompt=True,
-        params=(*known, *(GRAMMARS if facts.tokenizes else ())),
+        params=tuple(known),
         handle_margin_s=lease_s / HEARTBEATS + 2.0,
     )
 

@@ -36,11 +36,12 @@ from nodes.link.runner import (
     Held,
     LegFailed,
     Output,
+    PromptLogprobs,
     RankFacts,
 )
 from nodes.link.threaded_runner import FELL_BEHIND, QUEUE_MAX, LegAccounting, LoadUpdate, RunnerEvent, ThreadedRunner
 from nodes.vllm.events import EventRelay
-from nodes.vllm.sampling import arguments
+from nodes.vllm.sampling import arguments, check_ids, reasoning
 
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
 MIN_VALID_S = 0.001
@@ -70,7 +71,7 @@ class VllmRunner(ThreadedRunner):
 
     def __init__(
         self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any],
-        prompt: Callable[[list[int]], Any], lease_s: float, on_engine: OnThread, on_link: OnThread,
+        prompt: Callable[..., Any], lease_s: float, on_engine: OnThread, on_link: OnThread,
         options: Mapping[str, Any] | None = None, prioritised: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -192,8 +193,13 @@ class VllmRunner(ThreadedRunner):
     def _generate(self, leg: Leg, handle: dict[str, Any] | None = None) -> AsyncGenerator[Any, None]:
         """Start a request under a name of the engine's own: its connector might read the request's name as two."""
         options = {**self._options, "priority": -leg.priority} if self._prioritised else self._options
+        if leg.params.needs:
+            check_ids(leg.params, self.facts.vocab_size)
+            options = {**options, **reasoning(leg)}
         params = self._sampling(**arguments(leg, handle))
-        return self._client.generate(self._prompt(leg.prompt.tolist()), params, f"{self._name}-{leg.seq}", **options)
+        salted = (leg.params.cache_salt,) if leg.params.cache_salt else ()
+        prompt = self._prompt(leg.prompt.tolist(), *salted)
+        return self._client.generate(prompt, params, f"{self._name}-{leg.seq}", **options)
 
     async def _prefill(self, leg: Leg) -> None:
         began, out = self._clock(), None
@@ -223,6 +229,10 @@ class VllmRunner(ThreadedRunner):
                             raise Refusal("kv_failed", "the KV cache came so late that it may be another prompt's")
                         self._enqueue(Fetched(leg, self._clock() - began))
                     self._enqueue(Began(leg, 0 if handle is not None else out.num_cached_tokens or 0))
+                    if leg.params.prompt_logprobs >= 0 and not leg.offset:
+                        likely = out.prompt_logprobs[1:]  # the first is None
+                        found = _likelihoods(leg.prompt.tolist()[1:], likely, leg.params.prompt_logprobs)
+                        self._enqueue(PromptLogprobs(leg, tuple(found)))
                 if tokens:
                     self._enqueue(Output(leg, tuple(tokens), _logprobs(completion, leg.params.logprobs)))
                 reason = completion.finish_reason
@@ -235,14 +245,18 @@ class VllmRunner(ThreadedRunner):
 
 
 def _logprobs(completion: Any, top: int) -> list[TokenLogprobs]:
-    """Return the log probabilities of one output's tokens. vLLM names the chosen token first, then the most likely
-    ones, in their order."""
-    if top < 0:
-        return []
+    """Return the log probabilities of one output's tokens."""
+    return [] if top < 0 else _likelihoods(completion.token_ids, completion.logprobs, top)
+
+
+def _likelihoods(tokens: Sequence[int], logprobs: Sequence[Any], top: int) -> list[TokenLogprobs]:
+    """Return the log probabilities of `tokens`. vLLM names a place's own token first, then the most likely ones, in
+    their order."""
     found = []
-    for token, likely in zip(completion.token_ids, completion.logprobs, strict=True):
+    for token, likely in zip(tokens, logprobs, strict=True):
         likeliest = sorted((each for each in likely.items() if each[1].rank <= top), key=lambda each: each[1].rank)
-        found.append(token_logprobs(likely[token].logprob, ((other, it.logprob) for other, it in likeliest)))
+        own = likely[token]
+        found.append(token_logprobs(own.logprob, ((other, it.logprob) for other, it in likeliest), own.rank))
     return found
 
 

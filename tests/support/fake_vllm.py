@@ -29,7 +29,7 @@ from zlib import crc32
 from nodes.link.facts import RankFacts
 from nodes.own.engines.sim import feed, next_token
 from nodes.vllm.runner import VllmRunner
-from nodes.vllm.sampling import GRAMMARS, KNOWN
+from nodes.vllm.sampling import GRAMMARS, KNOWN, REASONING, THINKING, UNIFIED
 
 VOCAB = 512
 DEADLY = 511
@@ -47,7 +47,7 @@ def facts(margin_s: float = 0.5) -> RankFacts:
     return RankFacts(
         model="like", max_context=4096, kv_capacity=CAPACITY, max_running=16, block_tokens=BLOCK, vocab_size=VOCAB,
         kv_transfer="files", kv_layout="like/1", wants_prompt=True, handle_margin_s=margin_s,
-        params=(*KNOWN, *GRAMMARS),
+        params=(*KNOWN, *GRAMMARS, *UNIFIED, *THINKING, *REASONING, "parser:qwen3"),
     )  # fmt: skip
 
 
@@ -59,6 +59,7 @@ class FakeClient:
         self.stepped: Callable[[int, float], None] = lambda index, usage: None
         self.live: dict[str, list[int]] = {}
         self.asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.salts: list[str | None] = []  # of what was asked, in order
         self.computed = 0  # prompt tokens
         self.clock = time.monotonic
         self._folder = folder / f"{name}-{time.time_ns()}"  # of this start
@@ -76,6 +77,7 @@ class FakeClient:
         assert request_id not in self.live
         ids = prompt["prompt_token_ids"]
         self.asked.append((sampling_params, options))
+        self.salts.append(prompt.get("cache_salt"))
         self._check()
         self.live[request_id] = ids
         try:
@@ -91,7 +93,7 @@ class FakeClient:
             if state is None:
                 yield _output([], "error")
                 return
-            async for output in self._decode(state, sampling_params):
+            async for output in self._decode(state, sampling_params, ids):
                 yield output
         finally:
             del self.live[request_id]
@@ -155,14 +157,17 @@ class FakeClient:
         Path(handle["read"]).touch()
         return int(state)
 
-    async def _decode(self, state: int, params: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    async def _decode(self, state: int, params: dict[str, Any], ids: list[int]) -> AsyncGenerator[Any, None]:
         for count in range(1, params["max_tokens"] + 1):
             token = next_token(state, VOCAB)
             state = crc32(token.to_bytes(4, "little"), state)
             stop = token in params["stop_token_ids"]
             last = stop or count == params["max_tokens"]
             self._step()
-            yield _output([token], ("stop" if stop else "length") if last else None, likely=params.get("logprobs"))
+            output = _output([token], ("stop" if stop else "length") if last else None, likely=params.get("logprobs"))
+            if count == 1 and "prompt_logprobs" in params:
+                output.prompt_logprobs = [None, *(likelihoods(id, params["prompt_logprobs"]) for id in ids[1:])]
+            yield output
             if not last:
                 await asyncio.sleep(STEP_S)
                 self._check()
@@ -198,11 +203,15 @@ def _output(
     )
 
 
+def prompt_of(ids: list[int], salt: str = "") -> dict[str, Any]:
+    return {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
+
+
 def runner_of(
     client: FakeClient, name: str, lease_s: float = 30.0, margin_s: float = 0.5, **changes: Any
 ) -> VllmRunner:
     made: dict[str, Any] = {
-        "name": name, "sampling": dict, "prompt": lambda ids: {"prompt_token_ids": ids}, "lease_s": lease_s,
+        "name": name, "sampling": dict, "prompt": prompt_of, "lease_s": lease_s,
     } | changes  # fmt: skip
     runner = VllmRunner(facts(margin_s), client, **made)
     client.stepped = lambda index, usage: runner.stepped(usage)

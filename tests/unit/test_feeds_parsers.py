@@ -11,7 +11,7 @@ from cases import Case, cases
 
 from bus.errors import ConfigError, RemoteProtocolError
 from bus.wire.codec import pack
-from bus.wire.hashing import block_hashes
+from bus.wire.hashing import block_hashes, root_of
 from bus.wire.kv_events import (
     AllBlocksCleared,
     Batch,
@@ -97,6 +97,24 @@ def test_extra_keys_of_which_none_is_there_are_none(none: object) -> None:
         none if none != "left out" else None,
     ]
     assert names(array) == ((Stored(OURS),), {}), "as older builds say it"
+
+
+def test_a_salted_prompt_has_names_of_its_own() -> None:
+    """M95: as vLLM says it, whose first block has the salt as an extra key."""
+    salted = stored(extra_keys=[[["cache_salt", "tenant"]], None, None])
+    ours = tuple(block_hashes([1, 2, 3, 4, 5, 6], 2, root_of("tenant")))
+    later = stored(block_hashes=[4], parent_block_hash=3, token_ids=[7, 8])
+    assert names(salted, later) == ((Stored((*ours, *block_hashes(range(1, 9), 2, root_of("tenant"))[3:])),), {})
+    for keys in (
+        [["cache_salt", "a"], ["image", 0]],
+        [["cache_salt", 3]],
+        [["cache_salt"]],
+        [["lora", "a"]],
+        ["tenant"],
+    ):
+        assert names(stored(extra_keys=[keys, None, None])) == ((), {"kv_blocks_unnamed": 3}), keys
+    inside = stored(extra_keys=[[["cache_salt", "a"]], None, None], parent_block_hash=9)
+    assert names(stored(block_hashes=[9], token_ids=[1, 2]), inside)[1] == {"kv_blocks_unnamed": 3}
 
 
 def test_names_end_at_the_first_block_with_an_extra_key() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from legs_world import PROMPT, VOCAB, Rank, World, start
 
 from bus.wire.codec import encode
+from bus.wire.codes import Refusal
 from bus.wire.hashing import token_bytes
 from bus.wire.messages import (
     Ack,
@@ -21,13 +23,14 @@ from bus.wire.messages import (
     KvMeta,
     KvPull,
     Params,
+    Role,
     Tokens,
 )
 from nodes.link.actions import SendBlock, Unregister
 from nodes.link.core import Limits
-from nodes.link.leg import Leg
+from nodes.link.leg import Leg, leg_of
 from nodes.link.reports import MAX_ACKS, Reports
-from nodes.link.runner import Finished, LegFailed, Output
+from nodes.link.runner import Finished, LegFailed, Output, RankFacts
 from nodes.own.engines.sim import sim_generate
 
 
@@ -409,6 +412,18 @@ def test_a_bad_payload_is_rejected_and_acknowledged(world: World, frames: list[b
     assert rank.code("r") == "bad_message"
     assert why in rank.ended["r", 1][0].message
     assert rank.core.reports.acks[0].tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("role", "tokens", "why"),
+    [("prefill", 3, "unified ranks alone"), ("unified", 2050, "more than 2049 tokens"), ("unified", 2049, "")],
+)
+def test_log_probabilities_of_the_prompt_are_refused_where_they_cannot_be(role: Role, tokens: int, why: str) -> None:
+    facts = RankFacts(model="m", max_context=4096, params=("prompt_logprobs",))
+    dispatch = Dispatch("r", 1, role, 0, 7, 1, tokens, tokens, 6, bootstrap_room=1)
+    frames = [token_bytes([1] * tokens), encode(Params(prompt_logprobs=1))]
+    with pytest.raises(Refusal, match=why) if why else nullcontext():
+        leg_of(dispatch, frames, role=role, dp_rank=0, facts=facts, now=0.0)
 
 
 def test_overload_and_drain_are_refused_early(world: World) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from retained import retained
 
-from bus.wire.hashing import block_hashes, pack_hashes, token_bytes, tokens_of, unpack_hashes
+from bus.wire.hashing import block_hashes, pack_hashes, root_of, token_bytes, tokens_of, unpack_hashes
+from bus.wire.messages import Params
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import StepPlan, StepResult
 from nodes.own.scheduler import Scheduler
@@ -156,6 +157,20 @@ def test_hashes_name_prefixes_not_blocks() -> None:
     assert a[1] != b[1]
     assert list(unpack_hashes(pack_hashes(a) + b"rest")) == a
     assert list(tokens_of(token_bytes([1, -2, 2**31 - 1]))) == [1, -2, 2**31 - 1]
+
+
+def test_two_salts_share_no_prefix() -> None:
+    """M95: neither a prompt's blocks nor those of its output."""
+    s = scheduler()
+    cached = {}
+    for number, salt in enumerate(("", "a", "b", "a", "")):
+        s.add(Sequence(number, [5] * 9, 4, Params(cache_salt=salt)))
+        sequence = s.sequence(number)
+        while number in s:
+            run(s)
+        cached[number] = sequence.cached_tokens
+        assert sequence.hashes == block_hashes([5] * 9 + sequence.output[:-1], 4, root_of(salt))
+    assert cached == {0: 0, 1: 0, 2: 0, 3: 8, 4: 8}
 
 
 def test_hashes_are_stable_across_releases() -> None:

@@ -353,3 +353,28 @@ def test_each_token_comes_with_its_log_probabilities_wherever_a_reader_begins(st
         assert len(encode(message)) < MAX_HEADER_BYTES
         ids += message.ids
     assert ids == list(range(have, count))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_prompts_log_probabilities_come_with_the_first_tokens_to_each_reader(streams: Streams, ended: bool) -> None:
+    """In a frame that a peer takes, however large they are."""
+    leg = opened(streams, offset=0)
+    top = tuple((2**31 - 1 - n, -1.0 / 3) for n in range(20))
+    leg.prompt_logprobs = tuple(TokenLogprobs(-float(n), top, 2**31) for n in range(MAX_LOGPROBS_PER_MESSAGE))
+    count = MAX_LOGPROBS_PER_MESSAGE + 3
+    streams.push(leg, range(count), [TokenLogprobs(-1.0, top, 2**31)] * count)
+    if ended:
+        end(streams, leg)
+    for reader in (A, B):
+        streams.attach(reader, Attach("r", 1), 0.0)
+        first, *rest = [send.message for send in streams.flush(0.0) if send.peer == reader]
+        assert isinstance(first, Tokens)
+        assert first.ids
+        assert first.prompt_logprobs == leg.prompt_logprobs
+        assert len(encode(first)) < MAX_HEADER_BYTES
+        ids = list(first.ids)
+        for message in rest:
+            assert isinstance(message, Tokens)
+            assert not message.prompt_logprobs
+            ids += message.ids
+        assert ids == list(range(count))

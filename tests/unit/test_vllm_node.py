@@ -96,7 +96,7 @@ def test_a_vllm_that_is_not_as_known_is_one_sentence_before_any_request(monkeypa
         def generate(self, prompt: object, sampling_params: object, request_id: str, *, priority: int = 0) -> None: ...
 
     monkeypatch.setattr(sys.modules["vllm.v1.engine.async_llm"], "AsyncLLM", AsyncLLM, raising=False)
-    monkeypatch.setattr(versions, "prompt", lambda ids: ids)
+    monkeypatch.setattr(versions, "prompt", lambda ids, salt: ids)
     monkeypatch.setattr(versions, "sampling", lambda **arguments: None)
     with pytest.raises(
         StartError, match=known + r"\(TypeError: got an unexpected keyword argument 'data_parallel_rank'"
@@ -253,6 +253,27 @@ def test_a_speculating_rank_does_not_say_that_it_knows_what_vllm_then_refuses() 
     known = set(main.rank_facts(versions.facts_of(client), 60.0).params)
     client.vllm_config.speculative_config = object()
     assert known - set(main.rank_facts(versions.facts_of(client), 60.0).params) == {"min_p", "logit_bias"}
+
+
+def test_a_rank_says_what_its_engine_knows_of_reasoning() -> None:
+    client = client_of()
+
+    def known(role: Any = "unified") -> set[str]:
+        return set(main.rank_facts(versions.facts_of(client), 60.0, role).params)
+
+    plain = known()
+    assert "prompt_logprobs" in plain
+    assert plain - known("prefill") == plain - known("decode") == {"prompt_logprobs"}
+    client.vllm_config.structured_outputs_config = SimpleNamespace(reasoning_parser="minimax_m2_append_think")
+    parser = {"parser:minimax_m2_append_think", "reasoning_ended", "reasoning_parser_kwargs"}
+    client.generate = lambda prompt, *, reasoning_ended=None: None
+    assert known() == plain, "an older vLLM can't be told where reasoning ends"
+    client.generate = lambda prompt, *, reasoning_ended=None, reasoning_parser_kwargs=None: None
+    assert known() - plain == known("decode") - plain == parser
+    client.vllm_config.reasoning_config = SimpleNamespace(enabled=True)
+    assert known() - plain == parser | {"thinking_token_budget"}
+    client.vllm_config.structured_outputs_config = SimpleNamespace(reasoning_parser="x" * 26)
+    assert known() - plain == {"thinking_token_budget"}, "no word of the protocol is so long"
 
 
 def test_an_engine_is_not_coupled_with_those_of_other_processes() -> None:

@@ -28,6 +28,7 @@ from nodes.link.runner import (
     KvHandle,
     LegFailed,
     Output,
+    PromptLogprobs,
     Stepped,
 )
 from nodes.own.engines.sim import sim_generate
@@ -287,6 +288,18 @@ RESUMED = [
     ({"json_schema": "{}"}, "json_schema can't be resumed"),
     ({"json_schema": "{}", "offset": 0}, {"structured_outputs": {"json": "{}"}}),
     ({"ebnf": "x", "regex": "y", "offset": 0}, "one at most"),
+    ({"structural_tag": "{}", "offset": 0}, {"structured_outputs": {"structural_tag": "{}"}}),
+    ({"structural_tag": "{}"}, "structural_tag can't be resumed"),
+    ({"choice": ("a", "b"), "offset": 0}, {"structured_outputs": {"choice": ["a", "b"]}}),
+    ({"choice": ("a", "b")}, "choice can't be resumed"),
+    ({"bad_words": ((7,), (8,)), "allowed_token_ids": (3, 9)}, {"bad_words": [[7], [8]], "allowed_token_ids": [3, 9]}),
+    ({"bad_words": ((7,), (8, 9)), "offset": 0}, {"bad_words": [[7], [8, 9]]}),
+    ({"bad_words": ((7,), (8, 9))}, "bad_words of several tokens can't be resumed"),
+    ({"bad_words": ((VOCAB,),)}, "a token id outside 0..511"),
+    ({"thinking_token_budget": 0, "offset": 0}, {"thinking_token_budget": 0}),
+    ({"thinking_token_budget": 5}, "thinking_token_budget can't be resumed"),
+    ({"reasoning_parser_kwargs": "[]", "offset": 0}, "reasoning_parser_kwargs: "),
+    ({"reasoning_parser_kwargs": "{", "offset": 0}, "reasoning_parser_kwargs: "),
 ]
 
 
@@ -310,6 +323,44 @@ def test_what_does_not_survive_a_resume_is_refused(
             await node.until(Finished)
             asked, _ = node.client.asked[0]
             assert asked == asked | expected
+
+    asyncio.run(scenario())
+
+
+def test_a_salt_and_the_reasoning_go_beside_the_parameters(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        given = Params(
+            cache_salt="tenant", reasoning_parser="qwen3", reasoning_ended=False, reasoning_parser_kwargs='{"a": true}',
+            json_schema="{}",
+        )  # fmt: skip
+        told = {"reasoning_ended": False, "reasoning_parser_kwargs": {"a": True}}
+        for role, options in (("unified", told), ("prefill", {})):
+            node = Node(role, tmp_path)
+            node.start(params=given)
+            await node.until(Held if role == "prefill" else Finished)
+            assert node.client.asked[0][1] == options
+            assert node.client.salts == ["tenant"], "it parts the prefix caches of prefill ranks too"
+        node = Node("unified", tmp_path)
+        node.start(params=Params(reasoning_parser="qwen3", reasoning_ended=False), offset=2)
+        await node.until(Finished)
+        assert node.client.asked[0][1] == {}, "it may have ended in the output so far"
+        assert node.client.salts == [None]
+
+    asyncio.run(scenario())
+
+
+def test_log_probabilities_of_the_prompt_are_its_tokens_own(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        node.start(params=Params(prompt_logprobs=1))
+        await node.until(Finished)
+        (event,) = [each for each in node.events if isinstance(each, PromptLogprobs)]
+        assert node.events.index(event) < node.events.index(await node.until(Output))
+        expected = [TokenLogprobs(-1.0 - t / VOCAB, (((t + 1) % VOCAB, -0.25),), 2) for t in PROMPT[1:]]
+        assert list(event.logprobs) == expected
+        node.start(params=Params(prompt_logprobs=1), offset=2)
+        await node.until(Finished, 2)
+        assert len([each for each in node.events if isinstance(each, PromptLogprobs)]) == 1, "the client has them"
 
     asyncio.run(scenario())
 
@@ -339,7 +390,7 @@ def test_log_probabilities_of_the_chosen_token_and_of_the_likeliest(tmp_path: Pa
         for token, each in zip(node.tokens(), said, strict=True):
             chosen = -1.0 - token / VOCAB
             likeliest = ((token + 1) % VOCAB, -0.25), (token, chosen), ((token + 3) % VOCAB, -9999.0)
-            assert each == TokenLogprobs(chosen, likeliest[:top])
+            assert each == TokenLogprobs(chosen, likeliest[:top], 2)
 
     asyncio.run(scenario())
 
