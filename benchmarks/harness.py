@@ -154,6 +154,7 @@ class Process:
 
     @property
     def pid(self) -> int:
+        """The process's id."""
         return self._child.pid
 
     @property

@@ -35,6 +35,7 @@ class Outgoing:
         self.written = 0
 
     def write(self, data: bytes) -> None:
+        """Write data to the transport, and count it."""
         self.written += len(data)
         self._transport.write(data)
 
@@ -64,11 +65,14 @@ class Connection(HttpToolsProtocol):
     # --- what the client sends --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Note a new connection: its first head must come within `receive_s` seconds."""
         super().connection_made(Outgoing(transport))  # type: ignore[arg-type]
         self._sent_at = self.loop.time()
         self._time()
 
     def data_received(self, data: bytes) -> None:
+        """Parse bytes of the client. Close the connection when its part of a message is too long; answer 400 to what is
+        not HTTP."""
         self._unset_keepalive_if_required()
         if self._part is Part.NONE:
             self._time()  # a head's time starts with its first byte
@@ -88,20 +92,25 @@ class Connection(HttpToolsProtocol):
             self._give_up()
 
     def on_message_begin(self) -> None:
+        """Note the start of a head, which must come within `receive_s`."""
         self._enter(Part.HEAD)
         self._time()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        """Count the request line."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header or trailer; trailers are dropped."""
         self._count(len(name) + len(value) + _FIELD)
         if self._part is Part.HEAD:  # otherwise it is a trailer, which is not used
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Pass the request to the application, whose own limits hold for the body. A head that offers an upgrade is
+        parsed again without that header."""
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._declined = self._without_upgrade()
             return
@@ -110,10 +119,12 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """Pass a part of the body on."""
         self._had_body = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """Note the end of a request; if it was answered before, the connection is idle from now on."""
         if self._declined:
             return
         self._enter(Part.NONE)
@@ -126,12 +137,14 @@ class Connection(HttpToolsProtocol):
             )
 
     def on_response_complete(self) -> None:
+        """Note the end of a response; if the request's body has not ended, it must within `receive_s`."""
         super().on_response_complete()
         if self._part is Part.BEHIND and self.cycle.response_complete:  # the rest of the body is not needed
             self._unset_keepalive_if_required()
             self._time()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the connection is closed."""
         self._untime()
         super().connection_lost(exc)
 

@@ -219,6 +219,7 @@ class Overwrite(BaseChooser):
         return chosen, 0
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
+        """Believe the report alone."""
         self._believed[dp_rank] = self._of_report(load)
 
 

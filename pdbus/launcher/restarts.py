@@ -135,6 +135,7 @@ class Restarts:
         self._parts = {name: _Part(name, duty, now) for name, duty in duties.items()}
 
     def state(self, part: str) -> PartState:
+        """Return the state of a part."""
         return self._parts[part].state
 
     def exited(self, part: str, code: int | None, cause: str, now: float) -> Verdict:
