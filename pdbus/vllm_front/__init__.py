@@ -1,4 +1,5 @@
-"""vLLM's own API server in front of the bus: its engine core is replaced by a client of the controller.
+"""vLLM's own API server in front of a cluster: its engine core (the process that would compute) is replaced by a client
+of the controller.
 
 `pdbus serve --front vllm` starts it (`server`), and an unmodified `vllm serve` becomes one by its plugin entry point
 (`plugin`) where `PDBUS_VLLM_CONTROLLER` is set. No engine core starts. `fields` says what becomes of each field of a

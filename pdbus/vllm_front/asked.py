@@ -1,7 +1,7 @@
-"""One HTTP request as this package sees it: what its headers ask for, and how it fared on the bus. Pure.
+"""One HTTP request as this package sees it: what its headers ask for, and how it fared in the cluster. Pure.
 
 The middleware makes one for each HTTP request, the core finds it by the context of the task that submits, and both
-speak through it. It owns the shapes in which each API states an error.
+share it. It owns the shapes in which each API states an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ANTHROPIC_TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 503: "
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed: a status, a sentence, the field at fault, and how long to wait before a new try."""
+    """The reason why a request failed: an HTTP status, a sentence, the field at fault (None: no one field), and the
+    seconds to wait before a new try (0: no advice)."""
 
     status: int
     message: str
@@ -32,7 +33,7 @@ class Failure:
     retry_after_s: float = 0.0
 
     def body(self, api: Api) -> bytes:
-        """Return the body of an answer that is this failure."""
+        """Return the JSON body of an answer that is this failure, in the form of the API."""
         if api == "anthropic":
             return json.dumps(self._of_anthropic()).encode()
         error = {
@@ -44,7 +45,8 @@ class Failure:
         return json.dumps({"error": error}).encode()
 
     def event(self, api: Api, number: int = 0) -> bytes:
-        """Return the event that ends a stream with this failure; `number` is its place in a Responses stream."""
+        """Return the server-sent event that ends a stream with this failure; `number` is its place in a Responses
+        stream."""
         if api == "anthropic":
             return b"event: error\ndata: " + json.dumps(self._of_anthropic()).encode() + b"\n\n"
         if api == "responses":

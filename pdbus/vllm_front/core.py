@@ -35,7 +35,7 @@ log = Logger("vllm.pdbus")  # under this name it shows in vLLM's own log
 
 
 class Resources:
-    """What vLLM asks of its engine's processes: there are none, so none is ever dead."""
+    """The processes of the engine, as vLLM looks at them: there are none, so none is ever dead."""
 
     engine_dead = False
 
@@ -69,8 +69,8 @@ class Running:
         self.held_logprobs: list[TokenLogprobs] = []
 
     def take(self) -> Any:
-        """Return what has come as one output; None where nothing is to be passed on yet. Raises RequestFailed where the
-        request has failed."""
+        """Return what has come since the last call as one output of vLLM's; None where nothing is to be passed on yet.
+        It waits for nothing. Raises RequestFailed where the request has failed."""
         assert self.stream is not None
         ids, logprobs = self.held, self.held_logprobs
         while (piece := self.stream.take()) is not None:
@@ -92,8 +92,8 @@ class Running:
 
 
 class BusCore:
-    """The client of the bus in the place of vLLM's client of an engine core. All methods but `shutdown` belong to the
-    server's event loop."""
+    """The client of the cluster in the place of vLLM's client of an engine core; vLLM calls its `_async` methods. All
+    methods but `shutdown` belong to the server's event loop. `view` is the cluster by the controller's last status."""
 
     def __init__(self, vllm_config: Any, settings: Settings) -> None:
         self.vllm_config = vllm_config
@@ -115,10 +115,12 @@ class BusCore:
     # --- what vLLM calls --------------------------------------------------------------------------------------------
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        """Return the kinds of requests that are served."""
         return ("generate",)
 
     async def add_request_async(self, request: Any) -> None:
-        """Submit a request. Raises vLLM's error for a field that cannot be carried."""
+        """Begin to submit a request and return; its output, or its failure, comes by `get_output_async`. Raises vLLM's
+        error for a field that cannot be carried."""
         self._start()
         asked = ASKED.get()
         try:
@@ -134,7 +136,8 @@ class BusCore:
         running.task = asyncio.create_task(self._submit(running, request.prompt_token_ids, options))
 
     async def get_output_async(self) -> Any:
-        """Return what has come of all requests since the last call; waits for something."""
+        """Wait until output has come, and return that of all requests since the last call. A request that failed gets
+        its error directly."""
         self._start()
         while True:
             news, self._news = self._news, []
@@ -147,7 +150,7 @@ class BusCore:
                 await self._wake
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Cancel requests at their ranks."""
+        """Cancel requests at their ranks, without waiting; unknown ids are ignored."""
         for request_id in request_ids:
             self._cancel(request_id)
 
@@ -156,13 +159,16 @@ class BusCore:
     async def reset_encoder_cache_async(self) -> None: ...
 
     def dp_engines_running(self) -> bool:
+        """Return true while requests run."""
         return bool(self._live)
 
     def get_kv_event_sources(self) -> dict[int, Any]:
+        """Return where engines publish changes of their caches: nowhere."""
         return {}
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Let requests finish for `timeout` seconds, then fail them. Waits in another thread than the loop's alone."""
+        """Let requests finish for `timeout` seconds, then fail them. It waits, except on the loop's own thread, where
+        it fails them at once."""
         loop = self._loop
         self.draining = True
         if loop is None or loop.is_closed():
@@ -182,7 +188,7 @@ class BusCore:
     # --- what the middleware asks -------------------------------------------------------------------------------------
 
     def unready(self) -> str:
-        """Return the reason why nothing can be served now; empty: something can."""
+        """Return the reason why no request can be served now; empty: one can."""
         return "the server is shutting down" if self.draining else self.view.unready(time.monotonic())
 
     def refusal(self) -> Any:

@@ -88,8 +88,8 @@ class Unsupported(Exception):
 
 
 def options_of(request: Any, *, reasons: bool = False) -> Options:
-    """Return the options of an `EngineCoreRequest`. Raises Unsupported with the name of the first field that cannot be
-    carried. `reasons`: this server has a reasoning parser."""
+    """Return the client library's options for an `EngineCoreRequest`. Raises Unsupported with the name of the first
+    field that cannot be carried. `reasons`: this server has a reasoning parser."""
     check_request(request)
     options = sampling_options(request.sampling_params)
     if reasons and _grammar_waits(request):
@@ -113,7 +113,7 @@ def check_request(request: Any) -> None:
 
 
 def sampling_options(params: Any) -> Options:
-    """Return the options of `SamplingParams`. Raises Unsupported as `options_of` does."""
+    """Return the client library's options for `SamplingParams`. Raises Unsupported as `options_of` does."""
     if (params.extra_args or {}).get("kv_transfer_params") is not None:
         raise Unsupported("kv_transfer_params", "kv_transfer_params are chosen by the cluster, not by a client")
     _refuse(params, MAPPED | OF_THE_SERVER, REFUSED)
@@ -150,7 +150,7 @@ def sampling_options(params: Any) -> Options:
 
 
 def grammar_options(grammar: Any) -> Options:
-    """Return the option of `StructuredOutputsParams`. Raises Unsupported as `options_of` does."""
+    """Return the client library's option for `StructuredOutputsParams`. Raises Unsupported as `options_of` does."""
     _refuse(grammar, GRAMMARS | GRAMMAR_OF_THE_SERVER, GRAMMAR_REFUSED)
     if grammar.json is not None:
         given = grammar.json
@@ -173,7 +173,8 @@ def priority_of(priority: int) -> int:
 
 
 def trace_options(headers: Mapping[str, str]) -> Options:
-    """Return the options of W3C trace headers, by their names in lower case."""
+    """Return the client library's options for W3C trace headers, by their names in lower case; empty without
+    `traceparent`."""
     options = Options()
     if traceparent := headers.get("traceparent"):
         options["traceparent"] = traceparent

@@ -22,13 +22,15 @@ BUSY = (429, 503)
 
 
 class StatusOfFirstEvent:
-    """The layer. `state` is the application's, which has vLLM's engine client."""
+    """The layer around the application `app`. `state` is the application's, which has vLLM's engine client."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], state: Any) -> None:
         self._app = app
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request to its end. An exception of the application passes through, unless the request failed
+        in the cluster after its answer had begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -64,7 +66,7 @@ class Answer:
         self._events = 0
 
     async def send(self, message: Message) -> None:
-        """Pass a message of the application on, now or later."""
+        """Pass a message of the application on, now or later; drop it after `fail`."""
         if self._over:
             return
         if message["type"] == "http.response.start":
@@ -88,7 +90,8 @@ class Answer:
             await self._flush()
 
     async def fail(self, failure: Failure) -> None:
-        """End the answer with a failure: with its status where nothing is out yet, else with an event."""
+        """End the answer with a failure: with its status where nothing is out yet, else with an event. A second call
+        does nothing."""
         if self._over:
             return
         self._over = True

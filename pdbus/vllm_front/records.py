@@ -49,8 +49,8 @@ def output(
     finish: BusFinish | None,
     stop_reason: int | None,
 ) -> Any:
-    """Return new output tokens of one request, the last ones with how it finished. `top`: how many of the likeliest
-    tokens were asked for at each place; None: no logarithms."""
+    """Return vLLM's record of new output tokens of one request. `finish`: how it ended with them; None: it goes on.
+    `top`: how many of the likeliest tokens were asked for at each place; None: no logarithms."""
     return EngineCoreOutput(
         request_id,
         list(ids),
@@ -71,7 +71,8 @@ def began(record: Any, prompt_tokens: int, cached_tokens: int, queued_at: float)
 
 
 def outputs(records: list[Any], running: int, waiting: int) -> Any:
-    """Return what came at once. `running` and `waiting` are this server's requests, for vLLM's gauges."""
+    """Return vLLM's record of what came at once. `running` and `waiting` are this server's requests, for vLLM's
+    gauges."""
     finished = {record.request_id for record in records if record.finish_reason is not None}
     stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
     return EngineCoreOutputs(outputs=records, finished_requests=finished or None, scheduler_stats=stats)
@@ -94,8 +95,8 @@ def logprobs_lists(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: i
 
 
 def fail(processor: Any, request_id: str, error: Exception) -> list[str]:
-    """End a request of vLLM's `OutputProcessor` with an error, its sibling answers too. Returns the ids of all that
-    ended so."""
+    """End a request of vLLM's `OutputProcessor` with an error, its sibling answers too. Return the ids of all that
+    ended so; empty for an unknown request."""
     state = processor.request_states.get(request_id)
     if state is None:
         return []

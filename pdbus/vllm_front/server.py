@@ -39,11 +39,12 @@ def serve(
     ready: Callable[[str], None],
     waiting: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `model` is a folder, or a name that vLLM takes; `arguments` are vLLM's own.
-    `ready` gets the URL once the port answers.
+    """Serve until SIGTERM or SIGINT; it blocks. `model` is a folder, or a name that vLLM takes; `arguments` are vLLM's
+    own. `waiting` gets lines while no controller answers, `ready` the URL once the port answers (on another thread).
 
     Raises ConfigError for arguments that vLLM does not take or that cannot be used in front of the bus, and StartError
-    when no controller answers within `wait_s` or vLLM's server does not start."""
+    when no controller answers within `wait_s` or vLLM's server does not start.
+    """
     settings = Settings(
         controller=config.controller or default_controller(), keys=config.keys, key_name=config.key_name
     )
@@ -85,8 +86,8 @@ async def _until_answered(settings: Settings, wait_s: float, waiting: Callable[[
 
 
 def parsed(address: tuple[str, int], model: str, arguments: Sequence[str], drain_s: float) -> Any:
-    """Return vLLM's own arguments, with address, model and what the edge's options say. Raises ConfigError in one line
-    for what vLLM does not take."""
+    """Return vLLM's arguments, parsed, with address, model and what the edge's options say. Raises ConfigError in one
+    line for what vLLM does not take."""
     from vllm.entrypoints.cli import serve
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

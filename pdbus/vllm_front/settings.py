@@ -26,7 +26,8 @@ class Settings:
 
 
 def read(environ: Mapping[str, str]) -> Settings:
-    """Return the settings. Raises ConfigError for an address that is none, or for a key without a directory."""
+    """Return the settings in these environment variables. Raises ConfigError for an address that is none, or for a key
+    without a directory."""
     settings = Settings(
         controller=environ.get(CONTROLLER, ""),
         keys=environ.get(KEYS, ""),
@@ -43,7 +44,7 @@ def read(environ: Mapping[str, str]) -> Settings:
 
 
 def write(settings: Settings, environ: MutableMapping[str, str]) -> None:
-    """Put the settings into the environment, for further processes."""
+    """Put the settings into the environment, for further processes; empty ones are removed from it."""
     values = {CONTROLLER: settings.controller, KEYS: settings.keys, KEY_NAME: settings.key_name, MODEL: settings.model}
     for name, value in values.items():
         environ.pop(name, None)
