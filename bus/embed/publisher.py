@@ -137,7 +137,7 @@ class Publisher(Service):
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker's first message has come, or `timeout_s` has passed: then return false. It blocks, so
         it is for start-up only."""
-        self.raise_if_inherited()
+        self.raise_if_failed()
         connected = self._connected.wait(timeout_s)
         self.raise_if_failed()
         return connected

@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 import warnings
 from array import array
 from collections.abc import Callable, Iterator
@@ -292,9 +293,11 @@ def test_where_a_part_cannot_start_again_every_call_says_so(
     monkeypatch.setattr(type(part), "_open", fails)
     with pytest.raises(StartError, match="no such host"):
         part.start()
+    began = time.monotonic()
     for call in calls.values():
         with pytest.raises(PartFailed, match="was stopped"):
             call(part)
+    assert time.monotonic() - began < WAIT_S, "nobody waits for a part that is not there"
     monkeypatch.undo()
     part.start().stop()
 
