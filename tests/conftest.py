@@ -9,6 +9,7 @@ import sys
 from collections.abc import Generator, Iterator
 
 import ci_skips
+import news
 import pytest
 import structlog
 import zmq
@@ -48,6 +49,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     ci_skips.install(config)
+    news.install(config)
 
 
 @pytest.hookimpl(wrapper=True)

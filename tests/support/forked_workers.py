@@ -40,12 +40,16 @@ class Workers(warm_starts.Starts):
         return warm_starts.launch([os.path.abspath(__file__), json.dumps(said)], WAIT_S)
 
 
-class OnlyListed:
-    """Of a session that runs no test, and says as a worker that what is kept between runs is not its to keep."""
+class OnlyImported:
+    """Of a session that imports, and says as a worker that what is kept between runs is not its to keep."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:
         config.workerinput = {"workerid": "gw"}  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self) -> list[pytest.Item]:
+        return []  # each worker lists the tests of the modules that are imported here
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> bool:
@@ -55,7 +59,7 @@ class OnlyListed:
 def import_tests(args: Sequence[str], path: Sequence[str]) -> list[random.Random]:
     """As a session with these arguments does. Nothing draws anew: what a test has seeded stays so."""
     mine, sys.path = sys.path, list(path)
-    pytest.main([*args, "-n0"], plugins=[OnlyListed()])
+    pytest.main([*args, "-n0"], plugins=[OnlyImported()])
     sys.path = mine
     return []
 
