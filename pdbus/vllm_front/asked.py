@@ -7,10 +7,14 @@ share it. It owns the shapes in which each API states an error.
 from __future__ import annotations
 
 import json
+import math
 from contextvars import ContextVar
 from dataclasses import dataclass
+from hashlib import sha256
 from http import HTTPStatus
 from typing import Any, Literal
+
+from pdbus.client import Options
 
 Api = Literal["openai", "responses", "anthropic"]
 PATHS: dict[str, Api] = {
@@ -19,6 +23,7 @@ PATHS: dict[str, Api] = {
     "/v1/responses": "responses",
     "/v1/messages": "anthropic",
 }
+SESSION_MAX = 128  # characters
 ANTHROPIC_TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
@@ -74,6 +79,40 @@ class Asked:
         self.headers = headers
         self.began = False  # a first output came from the bus
         self.failure: Failure | None = None
+
+    def options(self) -> Options:
+        """Return the options that the headers give, by the same names as at the light edge. Raises ValueError, with the
+        header's name first, for a wrong value."""
+        options = Options()
+        for header, name in (
+            ("x-request-deadline-s", "deadline_s"), ("x-ttft-slo-s", "ttft_slo_s"), ("x-tpot-slo-s", "tpot_slo_s"),
+        ):  # fmt: skip
+            if given := self.headers.get(header):
+                options[name] = _seconds(header, given)  # type: ignore[literal-required]
+        if slo_class := self.headers.get("x-slo-class"):
+            options["slo_class"] = slo_class
+        for header in ("traceparent", "tracestate"):
+            if given := self.headers.get(header):
+                options[header] = given  # type: ignore[literal-required]
+        return options
+
+    def session(self, session: str) -> str:
+        """Return the session's name on the bus: two API keys have no session in common. Raises ValueError where it is
+        too long."""
+        if len(session) > SESSION_MAX:
+            raise ValueError(f"session_id: {SESSION_MAX} characters at most")
+        key = self.headers.get("authorization") or self.headers.get("x-api-key")
+        return session if not key else f"{sha256(key.encode()).hexdigest()[:16]}/{session}"
+
+
+def _seconds(header: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{header}: seconds, above 0")
+    return seconds
 
 
 ASKED: ContextVar[Asked | None] = ContextVar("pdbus_asked", default=None)

@@ -18,7 +18,7 @@ from bus.runtime.logs import Logger
 from bus.wire.codes import status_of
 from bus.wire.messages import TokenLogprobs
 from pdbus.client import AsyncStream, Options
-from pdbus.edge.client import EdgeClient
+from pdbus.edge.client import NO_RANK_S, EdgeClient
 from pdbus.edge.cluster import View
 from pdbus.vllm_front import records
 from pdbus.vllm_front.asked import ASKED, Asked, Failure
@@ -45,8 +45,8 @@ class Running:
     they end the output. vLLM wants the end together with the last token."""
 
     __slots__ = (
-        "asked", "began", "error", "held", "held_logprobs", "id", "listed", "max_tokens", "prompt_tokens", "queued_at",
-        "seen", "stops", "stream", "task", "top", "unnamed_stop",
+        "asked", "began", "error", "held", "held_logprobs", "id", "listed", "max_tokens", "prompt_ids",
+        "prompt_tokens", "prompt_top", "queued_at", "seen", "stops", "stream", "task", "top", "unnamed_stop",
     )  # fmt: skip
 
     def __init__(self, request: Any, asked: Asked | None) -> None:
@@ -54,6 +54,8 @@ class Running:
         self.id: str = request.request_id
         self.asked = asked
         self.prompt_tokens = len(request.prompt_token_ids)
+        self.prompt_top: int | None = params.prompt_logprobs
+        self.prompt_ids: list[int] = [] if self.prompt_top is None else request.prompt_token_ids
         self.max_tokens: int = params.max_tokens or 0
         self.top: int | None = params.logprobs
         self.unnamed_stop: int | None = None if params.ignore_eos else params.eos_token_id
@@ -103,7 +105,7 @@ class BusCore:
         self.view = View()
         self.draining = False
         self._settings = settings
-        self._reasons = bool(vllm_config.structured_outputs_config.reasoning_parser)
+        self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: EdgeClient | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -111,6 +113,7 @@ class BusCore:
         self._news: list[Running] = []
         self._wake: asyncio.Future[None] | None = None
         self._overloaded_until = -math.inf
+        self._unready_at: float | None = None  # since when a controller says that some role has no ready rank
 
     # --- what vLLM calls --------------------------------------------------------------------------------------------
 
@@ -124,14 +127,14 @@ class BusCore:
         self._start()
         asked = ASKED.get()
         try:
-            options = options_of(request, reasons=self._reasons)
-        except Unsupported as error:
+            options = self._options(request, asked)
+        except (Unsupported, ValueError) as error:
+            name = error.name if isinstance(error, Unsupported) else str(error).partition(":")[0]
+            failure = Failure(400, str(error), name)
             self._forget(request.request_id)
             if asked is not None:
-                asked.failure = Failure(400, str(error), error.name)
-            raise records.error_of(Failure(400, str(error), error.name)) from None
-        if model := self._model():
-            options["model"] = model
+                asked.failure = failure
+            raise records.error_of(failure) from None
         running = self._live[request.request_id] = Running(request, asked)
         running.task = asyncio.create_task(self._submit(running, request.prompt_token_ids, options))
 
@@ -194,7 +197,9 @@ class BusCore:
     def refusal(self) -> Any:
         """Return the error with which a request is refused before it is submitted; None: it is not refused."""
         now = time.monotonic()
-        if why := self.unready():
+        why = self.unready()
+        waits = self._unready_at is not None and now - self._unready_at < NO_RANK_S  # a rank may come back meanwhile
+        if why and (self.draining or not waits):
             return records.error_of(Failure(503, why, None, RETRY_AFTER_S))
         if now < self._overloaded_until:
             FAILED.labels("overloaded_before").inc()
@@ -214,6 +219,16 @@ class BusCore:
             self._client = EdgeClient(settings.controller, settings.keys, settings.key_name)
             self._looking = asyncio.create_task(self._look())
 
+    def _options(self, request: Any, asked: Asked | None) -> Options:
+        options = options_of(request, reasoning_parser=self._reasoning_parser)
+        if asked is not None:
+            options = asked.options() | options
+        if request.session_id:
+            options["session"] = request.session_id if asked is None else asked.session(request.session_id)
+        if model := self._model():
+            options["model"] = model
+        return options
+
     async def _look(self) -> None:
         assert self._client is not None
         while True:
@@ -221,6 +236,10 @@ class BusCore:
                 seen = await self._client.status(timeout_s=LOOK_S)
                 fresh = self.view.seen is None
                 self.view = self.view.followed_by(seen, time.monotonic())
+                if not self.view.unready(time.monotonic()):
+                    self._unready_at = None
+                elif self._unready_at is None:
+                    self._unready_at = time.monotonic()
                 if fresh:
                     models = ", ".join(self.view.models) or "none yet"
                     log.info("pdbus.front.connected", controller=self._settings.controller, models=models)
@@ -274,6 +293,8 @@ class BusCore:
                 running.asked.began = True
             cached = running.stream.cached_tokens
             records.began(record, running.prompt_tokens, cached, running.queued_at)
+            if running.prompt_top is not None:
+                records.of_prompt(record, running.prompt_ids, running.stream.prompt_logprobs, running.prompt_top)
         return record
 
     def _fail(self, running: Running, error: Exception) -> None:

@@ -20,27 +20,23 @@ RID_MAX = 128
 MAPPED = frozenset((
     "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "logit_bias", "structured_outputs",
+    "prompt_logprobs", "_bad_words_token_ids", "allowed_token_ids", "thinking_token_budget",
 ))  # fmt: skip
 # The fields that vLLM's server sees to itself: several answers are as many requests, stop strings are found in its
 # text, and the rest says how it makes text and events of token ids.
 OF_THE_SERVER = frozenset((
     "n", "stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
     "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "flat_logprobs", "_eos_token_id",
-    "_all_stop_token_ids", "_watermarking_skipped",
+    "_all_stop_token_ids", "_watermarking_skipped", "bad_words",
 ))  # fmt: skip
 # The fields that no rank can carry, by the name that a client knows.
 REFUSED = {
-    "prompt_logprobs": "prompt_logprobs",
     "prompt_logprob_token_ids": "prompt_logprob_token_ids",
     "prompt_logprob_start": "prompt_logprob_start",
     "logprob_token_ids": "logprob_token_ids",
-    "bad_words": "bad_words",
-    "_bad_words_token_ids": "bad_words",
-    "allowed_token_ids": "allowed_token_ids",
-    "extra_args": "vllm_xargs",
-    "thinking_token_budget": "thinking_token_budget",
+    "extra_args": "vllm_xargs",  # but for the session, which vLLM reads there too
     "repetition_detection": "repetition_detection",
-    "skip_reading_prefix_cache": "skip_reading_prefix_cache",
+    "skip_reading_prefix_cache": "skip_reading_prefix_cache",  # but with prompt_logprobs, as vLLM sets it
     "routed_experts_prompt_start": "routed_experts_prompt_start",
     "trace_decode_token_ids": "trace_decode_token_ids",
     "watermarking": "watermarking",
@@ -51,28 +47,26 @@ ZERO_IS_NOTHING = frozenset(("routed_experts_prompt_start",))
 # `EngineCoreRequest`, in the same way.
 REQUEST_MAPPED = frozenset((
     "request_id", "prompt_token_ids", "sampling_params", "data_parallel_rank", "priority", "trace_headers",
+    "cache_salt", "session_id", "reasoning_ended", "reasoning_parser_kwargs",
 ))  # fmt: skip
 REQUEST_OF_THE_SERVER = frozenset((
-    "arrival_time", "client_index", "current_wave", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs",
+    "arrival_time", "client_index", "current_wave", "external_req_id",
 ))  # fmt: skip
 REQUEST_REFUSED = {
     "mm_features": "images, audio and video",
     "pooling_params": "pooling",
     "lora_request": "LoRA adapters",
-    "cache_salt": "cache_salt",
     "prompt_embeds": "prompt_embeds",
     "prompt_is_token_ids": "prompt_embeds",
     "resumable": "streamed input",
     "abort_immediately": "kv_transfer_params",
-    "session_id": "session_id",
     "kv_hints": "kv_hints",
 }
 
 # `StructuredOutputsParams`: the forms that become options, and those that do not.
-GRAMMARS = frozenset(("json", "regex", "grammar", "choice", "json_object"))
+GRAMMARS = frozenset(("json", "regex", "grammar", "choice", "json_object", "structural_tag"))
 GRAMMAR_OF_THE_SERVER = frozenset(("_backend", "_backend_was_auto"))
 GRAMMAR_REFUSED = {
-    "structural_tag": "structural_tag",
     "disable_any_whitespace": "disable_any_whitespace",
     "disable_additional_properties": "disable_additional_properties",
     "whitespace_pattern": "whitespace_pattern",
@@ -87,18 +81,23 @@ class Unsupported(Exception):
         self.name = name
 
 
-def options_of(request: Any, *, reasons: bool = False) -> Options:
+def options_of(request: Any, *, reasoning_parser: str = "") -> Options:
     """Return the client library's options for an `EngineCoreRequest`. Raises Unsupported with the name of the first
-    field that cannot be carried. `reasons`: this server has a reasoning parser."""
+    field that cannot be carried. `reasoning_parser` is this server's (empty: none): where a grammar or a budget depends
+    on reasoning, ranks need the same."""
     check_request(request)
     options = sampling_options(request.sampling_params)
-    if reasons and _grammar_waits(request):
-        why = "a grammar that waits for the end of reasoning is not supported by the cluster behind this server"
-        raise Unsupported("structured_outputs", why)
+    if reasoning_parser and _reasons(request.sampling_params):
+        options["reasoning_parser"] = reasoning_parser
+        options["reasoning_ended"] = request.reasoning_ended
+        if request.reasoning_parser_kwargs:
+            options["reasoning_parser_kwargs"] = json.dumps(request.reasoning_parser_kwargs)
     if request.data_parallel_rank is not None:
         options["routed_dp_rank"] = request.data_parallel_rank
     if request.priority:
         options["priority"] = priority_of(request.priority)
+    if request.cache_salt:
+        options["cache_salt"] = request.cache_salt
     if len(request.request_id) <= RID_MAX:
         options["rid"] = request.request_id
     options |= trace_options(request.trace_headers or {})
@@ -116,7 +115,12 @@ def sampling_options(params: Any) -> Options:
     """Return the client library's options for `SamplingParams`. Raises Unsupported as `options_of` does."""
     if (params.extra_args or {}).get("kv_transfer_params") is not None:
         raise Unsupported("kv_transfer_params", "kv_transfer_params are chosen by the cluster, not by a client")
-    _refuse(params, MAPPED | OF_THE_SERVER, REFUSED)
+    taken = MAPPED | OF_THE_SERVER
+    if params.prompt_logprobs is not None:
+        taken |= {"skip_reading_prefix_cache"}
+    if (params.extra_args or {}).keys() <= {"session_id"}:
+        taken |= {"extra_args"}
+    _refuse(params, taken, REFUSED)
     options = Options(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -139,9 +143,15 @@ def sampling_options(params: Any) -> Options:
     if params.repetition_penalty != 1.0:
         options["repetition_penalty"] = params.repetition_penalty
     if params.logprobs is not None:
-        if not 0 <= params.logprobs <= LOGPROBS_MAX:
-            raise Unsupported("logprobs", f"logprobs: 0 to {LOGPROBS_MAX}, not {params.logprobs}")
-        options["logprobs"] = params.logprobs
+        options["logprobs"] = _few("logprobs", params.logprobs)
+    if params.prompt_logprobs is not None:
+        options["prompt_logprobs"] = _few("prompt_logprobs", params.prompt_logprobs)
+    if params.bad_words:
+        options["bad_words"] = params.bad_words_token_ids or ()
+    if params.allowed_token_ids:
+        options["allowed_token_ids"] = params.allowed_token_ids
+    if params.thinking_token_budget is not None:
+        options["thinking_token_budget"] = params.thinking_token_budget
     if params.logit_bias:
         options["logit_bias"] = dict(params.logit_bias)
     if params.structured_outputs is not None:
@@ -160,7 +170,9 @@ def grammar_options(grammar: Any) -> Options:
     if grammar.regex is not None:
         return {"regex": grammar.regex}
     if grammar.choice is not None:
-        return {"ebnf": "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in grammar.choice)}
+        return {"choice": grammar.choice}
+    if grammar.structural_tag is not None:
+        return {"structural_tag": grammar.structural_tag}
     return {"ebnf": grammar.grammar}
 
 
@@ -183,8 +195,14 @@ def trace_options(headers: Mapping[str, str]) -> Options:
     return options
 
 
-def _grammar_waits(request: Any) -> bool:
-    return request.sampling_params.structured_outputs is not None and request.reasoning_ended is not True
+def _reasons(params: Any) -> bool:
+    return params.structured_outputs is not None or params.thinking_token_budget is not None
+
+
+def _few(name: str, count: int) -> int:
+    if not 0 <= count <= LOGPROBS_MAX:
+        raise Unsupported(name, f"{name}: 0 to {LOGPROBS_MAX}, not {count}")
+    return count
 
 
 def fields_of(record: Any) -> tuple[str, ...]:

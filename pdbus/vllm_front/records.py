@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import (
     EngineCoreEvent,
@@ -16,7 +17,7 @@ from vllm.v1.engine import (
     FinishReason,
 )
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from bus.wire.messages import FinishReason as BusFinish
 from bus.wire.messages import TokenLogprobs
@@ -70,6 +71,14 @@ def began(record: Any, prompt_tokens: int, cached_tokens: int, queued_at: float)
     record.events = [EngineCoreEvent.new_event(kind, queued_at) for kind in kinds]
 
 
+def of_prompt(record: Any, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int) -> None:
+    """Add the log probabilities of the prompt's tokens from the second on to the first output of a request."""
+    if not logprobs:
+        return
+    tokens, values, ranks, _ = logprobs_lists(ids[1:], logprobs, top)
+    record.new_prompt_logprobs_tensors = LogprobsTensors(*map(torch.from_numpy, (tokens, values, ranks)))
+
+
 def outputs(records: list[Any], running: int, waiting: int) -> Any:
     """Return vLLM's record of what came at once. `running` and `waiting` are this server's requests, for vLLM's
     gauges."""
@@ -80,16 +89,17 @@ def outputs(records: list[Any], running: int, waiting: int) -> Any:
 
 def logprobs_lists(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int) -> Any:
     """Return vLLM's arrays of log probabilities: a row a token, the sampled one first, then the likeliest. A sampled
-    token that is not among these ranks behind them: its true rank does not travel."""
+    token whose rank was not reported, and which is not among these, ranks behind them."""
     tokens = np.zeros((len(ids), top + 1), dtype=np.int32)
     values = np.full((len(ids), top + 1), IMPOSSIBLE, dtype=np.float32)
     ranks = np.full(len(ids), top + 1, dtype=np.int32)
     for row, (token, each) in enumerate(zip(ids, logprobs, strict=True)):
         tokens[row, 0], values[row, 0] = token, each.logprob
+        ranks[row] = each.rank or top + 1
         tokens[row, 1:] = token
         for column, (other, value) in enumerate(each.top[:top], 1):
             tokens[row, column], values[row, column] = other, value
-            if other == token:
+            if other == token and not each.rank:
                 ranks[row] = column
     return LogprobsLists(tokens, values, ranks)
 

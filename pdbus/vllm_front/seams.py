@@ -64,6 +64,9 @@ REPLACED = (
         "vllm.entrypoints.openai.responses.protocol", "ResponsesRequest.to_sampling_params",
         "self, default_max_tokens, default_sampling_params",
     ),
+    Seam("vllm.entrypoints.openai.responses.serving", "OpenAIServingResponses.create_responses",
+         "self, request, raw_request"),
+    Seam("vllm.entrypoints.generate.base.serving", "GenerateBaseServing._get_session_id", "request, raw_request"),
     Seam(_APP, "init_entrypoints_middleware", "args, app, supported_tasks"),
     Seam(_ENTRY, "build_async_engine_client", "args, *, usage_context, client_config"),
     Seam(_CLI, "ServeSubcommand.cmd", "args"),
@@ -88,11 +91,12 @@ RECORDS = (
     Record(
         "vllm.v1.engine", "EngineCoreRequest",
         ("request_id", "prompt_token_ids", "sampling_params", "data_parallel_rank", "priority", "trace_headers",
-         "external_req_id", "reasoning_ended"),
+         "external_req_id", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt", "session_id"),
     ),
     Record(
         "vllm.v1.engine", "EngineCoreOutput",
-        ("request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "events", "prefill_stats"),
+        ("request_id", "new_token_ids", "new_logprobs", "new_prompt_logprobs_tensors", "finish_reason",
+         "stop_reason", "events", "prefill_stats"),
     ),
     Record("vllm.v1.engine", "EngineCoreOutputs", ("outputs", "finished_requests", "scheduler_stats")),
     Record("vllm.v1.engine.utils", "CoreEngineLaunch", ("engine_manager", "coordinator", "addresses", "tensor_queue")),
@@ -101,10 +105,11 @@ RECORDS = (
         "vllm.sampling_params", "SamplingParams",
         ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
          "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "logit_bias", "structured_outputs",
-         "extra_args"),
+         "extra_args", "prompt_logprobs", "bad_words", "allowed_token_ids", "thinking_token_budget"),
     ),
     Record(
-        "vllm.sampling_params", "StructuredOutputsParams", ("json", "regex", "choice", "grammar", "json_object"),
+        "vllm.sampling_params", "StructuredOutputsParams",
+        ("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
     ),
 )  # fmt: skip
 
@@ -157,6 +162,7 @@ def _find(module: str, name: str) -> Any:
 
 
 _installed = False
+_servers = 1  # API servers of one parent, of which this process is one
 
 
 def install(settings: Settings) -> None:
@@ -196,7 +202,9 @@ def _replace_engine(settings: Settings) -> None:
 
     kind = type("BusEngineCoreClient", (BusCore, EngineCoreClient), {})
 
-    def make(vllm_config: Any, *_: Any, **__: Any) -> Any:
+    def make(vllm_config: Any, *_: Any, client_count: int = 1, **__: Any) -> Any:
+        global _servers
+        _servers = client_count
         return kind(vllm_config, settings)
 
     EngineCoreClient.make_async_mp_client = staticmethod(make)
@@ -226,7 +234,9 @@ def _replace_engine(settings: Settings) -> None:
 
 def _replace_requests() -> None:
     """Refuse fields by name while a request still has no answer, and let a data-parallel rank be any of the cluster."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -258,6 +268,21 @@ def _replace_requests() -> None:
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         return checked(responses(self, *args, **kwargs))
 
+    create, session = OpenAIServingResponses.create_responses, GenerateBaseServing._get_session_id
+
+    @wraps(create)
+    async def create_responses(self: Any, request: Any, raw_request: Any = None) -> Any:
+        if request.previous_response_id and _servers > 1:
+            why = "previous_response_id: a response is kept by one of several servers; send the whole conversation"
+            raise error_of(Failure(400, why, "previous_response_id"))
+        return await create(self, request, raw_request)
+
+    @wraps(session)
+    def session_of(request: Any, raw_request: Any) -> Any:
+        return session(request, raw_request) or getattr(request, "prompt_cache_key", None)
+
+    OpenAIServingResponses.create_responses = create_responses
+    GenerateBaseServing._get_session_id = staticmethod(session_of)
     AsyncLLM.generate = generate_checked
     InputProcessor.process_inputs = process_inputs
     ResponsesRequest.to_sampling_params = to_sampling_params

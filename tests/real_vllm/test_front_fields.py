@@ -57,17 +57,25 @@ def test_every_option_is_carried() -> None:
     params = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-3, stop_token_ids=[7], ignore_eos=True, max_tokens=9,
         min_tokens=2, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, logprobs=3,
-        logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+"),
+        logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+"), prompt_logprobs=0,
+        bad_words=["no"], allowed_token_ids=[3, 4], thinking_token_budget=0, extra_args={"session_id": "s"},
     )  # fmt: skip
+    params._bad_words_token_ids = [[1], [2, 3]]
     headers = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "x=y"}
     found = options_of(
-        request(sampling_params=params, data_parallel_rank=3, priority=-7, trace_headers=headers, request_id="r" * 129)
-    )
+        request(
+            sampling_params=params, data_parallel_rank=3, priority=-7, trace_headers=headers, request_id="r" * 129,
+            cache_salt="pepper", session_id="s", reasoning_ended=False, reasoning_parser_kwargs={"a": 1},
+        ),
+        reasoning_parser="qwen3",
+    )  # fmt: skip
     assert found == {
         "temperature": 0.5, "top_p": 0.9, "top_k": 0, "min_p": 0.1, "seed": 2**63 - 3, "stop_token_ids": (7,),
         "ignore_eos": True, "max_tokens": 9, "min_tokens": 2, "presence_penalty": 0.1, "frequency_penalty": 0.2,
         "repetition_penalty": 1.1, "logprobs": 3, "logit_bias": {5: 1.0}, "regex": "a+", "routed_dp_rank": 3,
-        "priority": 7, **headers,
+        "priority": 7, "prompt_logprobs": 0, "bad_words": [[1], [2, 3]], "allowed_token_ids": [3, 4],
+        "thinking_token_budget": 0, "cache_salt": "pepper", "reasoning_parser": "qwen3", "reasoning_ended": False,
+        "reasoning_parser_kwargs": '{"a": 1}', **headers,
     }  # fmt: skip
 
 
@@ -78,7 +86,8 @@ def test_every_option_is_carried() -> None:
         ({"json": '{"a":1}'}, {"json_schema": '{"a":1}'}),
         ({"json_object": True}, {"json_schema": '{"type": "object"}'}),
         ({"grammar": "root ::= \"a\""}, {"ebnf": 'root ::= "a"'}),
-        ({"choice": ["a", 'b"\n']}, {"ebnf": 'root ::= "a" | "b\\"\\n"'}),
+        ({"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"structural_tag": '{"format": {}}'}, {"structural_tag": '{"format": {}}'}),
     ],
 )  # fmt: skip
 def test_grammars_are_carried_in_each_form(given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -90,7 +99,9 @@ def test_grammars_are_carried_in_each_form(given: dict[str, Any], expected: dict
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
@@ -129,6 +140,39 @@ def test_a_field_that_nobody_knows_is_refused_where_it_asks_for_something() -> N
     assert sampling_options(types.SimpleNamespace(**known, brand_new=None))
     with pytest.raises(Unsupported, match="brand_new"):
         sampling_options(types.SimpleNamespace(**known, brand_new=0.5))
+
+
+def test_ranks_need_a_reasoning_parser_only_where_something_waits_for_it() -> None:
+    assert "reasoning_parser" not in options_of(request(reasoning_ended=False), reasoning_parser="qwen3")
+    budget = request(sampling_params=SamplingParams(thinking_token_budget=5))
+    assert options_of(budget, reasoning_parser="qwen3")["reasoning_parser"] == "qwen3"
+    assert "reasoning_parser" not in options_of(budget)
+
+
+def test_headers_are_options_and_sessions_of_two_keys_are_apart() -> None:
+    headers = {"x-request-deadline-s": "3", "x-ttft-slo-s": "0.5", "x-slo-class": "chat", "traceparent": "00-a"}
+    assert Asked(headers).options() == {
+        "deadline_s": 3.0, "ttft_slo_s": 0.5, "slo_class": "chat", "traceparent": "00-a",
+    }  # fmt: skip
+    for wrong in ("-1", "x", "inf", "nan"):
+        with pytest.raises(ValueError, match=r"^x-tpot-slo-s: "):
+            Asked({"x-tpot-slo-s": wrong}).options()
+    sessions = {Asked({"authorization": f"Bearer {key}"}).session("s") for key in "ab"} | {Asked({}).session("s")}
+    assert len(sessions) == 3
+    assert "s" in sessions
+    with pytest.raises(ValueError, match=r"^session_id: 128"):
+        Asked({}).session("s" * 129)
+
+
+def test_log_probabilities_of_a_prompt_have_vllms_form() -> None:
+    record = records.output("r", [1], (), None, None, None)
+    records.of_prompt(
+        record, [4, 5, 6], [TokenLogprobs(-1.0, ((9, -0.5),), 7), TokenLogprobs(-0.5, ((6, -0.5),), 1)], 1
+    )
+    ids, values, ranks, *_ = record.new_prompt_logprobs_tensors
+    assert ids.tolist() == [[5, 9], [6, 6]]
+    assert values.tolist() == [[-1.0, -0.5], [-0.5, -0.5]]
+    assert ranks.tolist() == [7, 1]
 
 
 def test_log_probabilities_have_vllms_form() -> None:
