@@ -1,8 +1,9 @@
-"""The controller: it picks a rank for every leg and dispatches to it. It knows `bus`, not `nodes`.
+"""The controller: it picks a rank (one copy of the model, at a node) for every leg (a rank's share of a request:
+prefill, decode, or unified, which is both) and dispatches the leg there. It knows `bus`, not `nodes`.
 
 `Controller` runs beside others or embedded. `Dispatcher` takes requests from the engine that embeds it.
-`ControllerCore`, `LoadTable` and `POLICIES` are the pure parts, for simulation and for policies of your own. Names
-are loaded when they are first used.
+`ControllerCore`, `LoadTable` and `POLICIES` are the pure parts, for simulation and for policies of your own. Names are
+loaded when they are first used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The balancer: it chooses the ranks of all legs of a submit at once, and keeps everything that the choice depends
-on.
+"""The balancer: it chooses the ranks of all legs of a submit at once, and keeps everything that the choice depends on.
+A submit is a client's request; a leg is a rank's share of it (prefill, decode, or unified: both).
 
-It is the way from requests, load reports and caches to load table, policies and late binding. Controller, lab and
-the SGLang plugin use it. It owns the order of these calls, and the charge of a leg; `controller.placement` knows
-which ranks may run a leg. Pure: time is an argument. Requests wait elsewhere.
+It is the way from requests, load reports and caches to load table, policies and late binding. Controller, lab and the
+SGLang plugin use it. It owns the order of these calls, and the charge of a leg (the tokens by which its rank's
+estimated load rises); `controller.placement` knows which ranks may run a leg. Pure: time is an argument in seconds.
+Requests wait elsewhere.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ Ranks: TypeAlias = tuple[tuple[Role, RankLoad], ...]  # the ranks of a request's
 
 
 class Placed(NamedTuple):
-    """The answer to a submit: all of its legs, charged, in the order of `ROLES`. Without legs the submit waits, or
-    `refusal` is the reason why waiting does not help. `model` is the one that all its attempts run, empty while that
-    is open."""
+    """The answer to a submit: all of its legs, charged, in the order of `ROLES`. Without legs the submit waits
+    (`refusal` None), or is refused. `model` is the one that all its attempts run, empty while that is open."""
 
     model: str
     legs: tuple[LegRun, ...] = ()
@@ -38,10 +38,10 @@ class Placed(NamedTuple):
 
 
 class Balancer:
-    """The balancer over the ranks of `table`, with one policy for each role. While not `settled` everything waits,
-    because the ranks are not all known. While `young`, a refusal that depends on the known ranks is not final, since
-    some may be missing. `suspects` are ranks that may come back at any moment: a request that one of them could take
-    waits."""
+    """The balancer over the ranks of `table`, with one policy for each role. `late` None: requests go to ranks at once.
+    While not `settled` everything waits, because the ranks are not all known. While `young`, a refusal that depends on
+    the known ranks is not final, since some may be missing. `suspects` are ranks that may come back at any moment: a
+    request that one of them could take waits."""
 
     def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
         self.table = table
@@ -67,7 +67,7 @@ class Balancer:
         """Choose and charge the ranks of all legs of `submit`, or of none. `model` is that of its earlier attempts,
         which were checked, so `check` may be False. `avoid` names ranks to avoid while there are others; the policy
         does not get those that are `barred`. `in_turn` is called before ranks are chosen, with the model that the
-        request runs: False lets it wait."""
+        request runs: False lets it wait. It sends nothing: the caller dispatches the legs."""
         if not self.settled:
             return Placed(model)
         placement, roles, decode = self._placement, ROLES[submit.leg], None
@@ -99,7 +99,7 @@ class Balancer:
         return Placed(model, self.charge(submit, now, at))
 
     def charge(self, submit: Submit, now: float, at: Ranks) -> tuple[LegRun, ...]:
-        """Charge the legs of `submit` to the ranks `at`, and return them."""
+        """Charge the legs of `submit` to the ranks `at`, as `place` does after its choice, and return them."""
         legs: tuple[LegRun, ...] = ()
         routed = submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None
         for role, rank in at:
@@ -113,7 +113,8 @@ class Balancer:
         return legs
 
     def ended(self, leg: LegRun, submit: Submit, end: Ended | None = None, now: float = 0.0) -> bool:
-        """End a leg: `end` is its rank's report; None: it was given up. Return true if it ended well."""
+        """Take the charge of a leg back at its end: `end` is its rank's report; None: it was given up. Return true if
+        it ended well. The policy learns of it."""
         ok = end is not None and end.code == "ok"
         self.table.end(leg.rank, leg.charge, ok=ok)
         if leg.role in self._learns:
@@ -121,13 +122,13 @@ class Balancer:
         return ok
 
     def unsent(self, leg: LegRun, submit: Submit) -> None:
-        """Take back a dispatch that never left this process."""
+        """Take back the charge of a dispatch that never left this process."""
         self.table.undo(leg.rank, leg.charge)
         if leg.role in self._learns:
             self._learns[leg.role].ended(leg.rank, submit, None, 0.0)
 
     def unsent_late(self, rank: RankLoad, charge: int) -> None:
-        """Take back such a dispatch whose leg has been ended already."""
+        """Take back the same for a leg that was ended already (`ended`) when the dispatch turned out to be unsent."""
         self.table.undo(rank, charge, given_up=True)
 
     def work(self, submit: Submit) -> int:
@@ -135,7 +136,8 @@ class Balancer:
         return self.policies[ROLES[submit.leg][0]].work(submit)
 
     def first_token_s(self, submit: Submit, model: str, work: int) -> float:
-        """Return the time until the first token of a prompt with `work` tokens to compute, if it went to a rank now."""
+        """Return the seconds until the first token of a prompt with `work` tokens to compute, if it went to the least
+        loaded rank now; 0 without late binding, or where nothing is known."""
         role = ROLES[submit.leg][0]
         if self.late is None or role == "decode":
             return 0.0
@@ -150,7 +152,8 @@ class Balancer:
     # --- ranks ------------------------------------------------------------------------------------------------
 
     def opened(self, info: Hello, *, ready: bool = False) -> RankLoad:
-        """Add a start of a rank. Return its record, which replaces that of an earlier start."""
+        """Add a start of a rank, by its hello. Return its record, which replaces that of an earlier start. With
+        `ready`, it may get requests at once."""
         earlier = self.table.ranks.get((info.instance, info.dp_rank))
         if earlier is not None:
             self.emptied(earlier)
@@ -169,7 +172,8 @@ class Balancer:
         self.policies[rank.info.role].forgotten(rank)
 
     def report(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Apply a rank's report (`LoadTable.apply`)."""
+        """Apply a rank's load report and return its record; None for an unknown rank, another start, or an old report
+        (`LoadTable.apply`)."""
         if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
             self.late.observe(rank, load, now)
         return self.table.apply(key, epoch, load, now)
@@ -184,7 +188,7 @@ class Balancer:
         return load
 
     def cache(self, rank: RankLoad, changes: Sequence[Stored | Removed | Cleared]) -> None:
-        """Apply changes of a rank's cache."""
+        """Pass changes of a rank's prefix cache to its policy."""
         policy = self.policies[rank.info.role]
         for change in changes:
             if isinstance(change, Stored):
@@ -195,7 +199,7 @@ class Balancer:
                 policy.forgotten(rank)
 
     def tick(self, now: float) -> None:
-        """Let time pass: reports grow old, and policies forget."""
+        """Let time pass: reports grow old, and policies forget. Call it several times a second."""
         self.table.age(now)
         for policy in self.policies.values():
             policy.tick(now)

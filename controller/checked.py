@@ -1,6 +1,5 @@
-"""The controller's core for a program that runs it on a loop of its own: check each argument, then ask
-`controller.core`, which `controller.shell` calls directly with what the wire's decoder has checked.
-"""
+"""The controller's core for a program that runs it on a loop of its own (events in, actions out): check each argument,
+then ask `controller.core`, which `controller.shell` calls directly with what the wire's decoder has checked."""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ from controller.policies.prefix_index import PrefixIndex
 
 
 class ControllerCore:
-    """One controller, from `now` (seconds, monotonic) on; `wall_s` more than that have passed since 1970. `policies`
-    replaces methods by policies of your own. ConfigError, TypeError and ValueError say what is wrong with an argument;
-    nothing has changed then."""
+    """One controller, from `now` (seconds, monotonic) on; `wall_s` plus that clock gives seconds since 1970. `policies`
+    replaces methods by policies of your own. Methods raise ConfigError, TypeError or ValueError for invalid arguments;
+    nothing has changed then. For one thread."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None,
@@ -55,7 +54,7 @@ class ControllerCore:
         )
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Return the actions that `event` calls for, in order."""
+        """Return the actions that `event` calls for, in order; the caller carries them out."""
         _check(event)
         return self._core.handle(event, seconds(now))
 
@@ -75,21 +74,23 @@ class ControllerCore:
 
     @property
     def unready(self) -> str:
-        """The reason why requests would not be served now. It is empty when each role that ranks have or that is wanted
-        has a ready one, or when enough of them have: unified, or prefill and decode. Each declared role needs one."""
+        """The reason why requests would not be served now; empty if they would. Each role that ranks have or that is
+        wanted must have a ready rank, or enough of them must: unified, or prefill and decode. Each declared role needs
+        one."""
         return self._core.unready
 
     def shutdown(self, now: float) -> list[Action]:
-        """End every live request, for its client to send it elsewhere: this controller leaves."""
+        """End every live request, because this controller leaves; return the actions that say so to clients, which send
+        them elsewhere."""
         return self._core.shutdown(seconds(now))
 
     def status(self, id: int, now: float) -> Status:
-        """Return everything an operator may want to see."""
+        """Return everything that an operator may want to see; `id` is the question's number in the answer."""
         return self._core.status(count(id, "id"), seconds(now))
 
     @property
     def wanted(self) -> tuple[WantedRole, ...]:
-        """The roles that ought to be served, and the number of ranks that could do it now."""
+        """The roles that should be served, with the number of ready ranks for each."""
         return self._core.wanted
 
     @property

@@ -116,5 +116,5 @@ class ControllerConfig:
 
     @property
     def methods(self) -> dict[Role, str]:
-        """The method in force for each role."""
+        """The balancing method of each role, by its present name."""
         return {"prefill": self.prefill_method, "decode": self.decode_method, "unified": self.unified_method}

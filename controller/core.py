@@ -1,4 +1,4 @@
-"""The controller's pure core: `handle(event, now) -> actions`. It joins the parts, which decide.
+"""The controller's pure core: `handle(event, now) -> actions`. It connects the parts, which decide.
 
 `controller.load.table` counts, `controller.health` judges, `controller.members` knows the connections,
 `controller.requests.life` the requests. No sockets, clocks, threads or randomness, so the core that runs live runs in
@@ -78,8 +78,9 @@ SENT_AT_LEAST_S = 1.0
 
 
 class ControllerCore:
-    """One controller, from `now` (seconds, monotonic) on. `wall_s` turns that clock into seconds since 1970.
-    `policies` replaces methods by policies of your own."""
+    """One controller, from `now` (seconds, monotonic) on; `epoch` is the number of its start. `wall_s` plus that clock
+    gives seconds since 1970. `policies` replaces methods by policies of your own. For one thread. Arguments are not
+    checked here (`controller.checked` does)."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None,
@@ -125,7 +126,7 @@ class ControllerCore:
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Return the actions for `event`, in order."""
+        """Return the actions for `event`, in order; the caller carries them out."""
         out: list[Action] = []
         if type(event) is Published:
             self._on_published(event.message, now, out)
@@ -181,12 +182,13 @@ class ControllerCore:
 
     @property
     def waiting(self) -> bool:
-        """True if a publication may cause something at once; if false, it only matters for the next decision."""
+        """True if a publication may cause something at once; if false, it only matters for the next decision, so it may
+        wait."""
         return bool(self.life.queue.requests) or not self.balancer.settled
 
     @property
     def unready(self) -> str:
-        """Return why no request would be served now; empty if they would. Every role that has ranks here or is
+        """The reason why no request would be served now; empty if they would. Every role that has ranks here or is
         wanted must have a ready rank, or enough of them must: unified, or prefill and decode. A declared role must
         always have one."""
         if not self.balancer.settled:
@@ -210,13 +212,14 @@ class ControllerCore:
         return "unified" in roles or roles >= {"prefill", "decode"}
 
     def shutdown(self, now: float) -> list[Action]:
-        """End every live request, because this controller leaves; clients send them elsewhere."""
+        """End every live request, because this controller leaves; return the actions that say so to clients, which send
+        them elsewhere."""
         out: list[Action] = []
         self.life.shutdown(now, out)
         return out
 
     def status(self, id: int, now: float) -> Status:
-        """Return everything that an operator may want to see."""
+        """Return everything that an operator may want to see; `id` is the question's number in the answer."""
         ranks = tuple(
             rank_status(self.members.ranks[rank], self.health.liveness[rank.key], now)
             for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])

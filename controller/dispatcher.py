@@ -111,16 +111,17 @@ class Dispatcher:
         pair_attempt: int = 0,
         session: str = "",
     ) -> bool:
-        """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, each bytes or
-        whatever else has a buffer (`array`, numpy's arrays), passed on as they are; the rest is what
-        `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of the ranks' KV blocks: the
-        prompt is hashed here in blocks of it, unless `block_hashes` (`bus.wire.hashing.pack_hashes`) say what it begins
-        with, as they must where the params have a `cache_salt`. To resume what lost its rank: prompt and output so far,
-        `offset` tokens of the latter, and a higher `attempt`.
+        """Hand over one request, without waiting: `frames` are the prompt (int32 little-endian token ids) and its
+        params, each bytes or whatever else has a buffer (`array`, numpy's arrays), passed on as they are; the rest is
+        what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of the ranks' KV blocks:
+        the prompt is hashed here in blocks of it, unless `block_hashes` (`bus.wire.hashing.pack_hashes`) say what it
+        begins with, as they must where the params have a `cache_salt`. To resume what lost its rank: prompt and output
+        so far, `offset` tokens of the latter, and a higher `attempt`.
 
-        False when too many are under way, or this rid is: try again after `poll`. ConfigError without a bootstrap_room
-        where ranks are joined or picked by it, and for a rid that is no string. Other bad requests come back as
-        `Failed`."""
+        Return false when too many are under way, or this rid is: try again after `poll`. Raises ConfigError without a
+        bootstrap_room where ranks are joined or picked by it, and for a rid that is no string. Other bad requests come
+        back as `Failed`.
+        """
         self.controller.raise_if_closed()
         if not isinstance(rid, str):
             raise ConfigError(f"a rid is a string, not {rid!r:.80}")
@@ -179,14 +180,15 @@ class Dispatcher:
         return True
 
     def cancel(self, rid: str) -> None:
-        """End a request; its `Failed` (or the `Done` that was faster) comes through `poll`. A rid that is not live
-        has no effect."""
+        """End a request, without waiting; its `Failed` (or the `Done` that was faster) comes through `poll`. A rid that
+        is not live has no effect."""
         self.controller.raise_if_closed()
         if isinstance(rid, str) and rid in self._live:
             self.controller._submit(Cancel(rid))
 
     def poll(self, timeout_s: float = 0.0) -> list[Answer]:
-        """Return the answers since the last call, waiting for one up to `timeout_s`."""
+        """Return the answers since the last call, waiting up to `timeout_s` for one if there is none; empty then.
+        Raises PartFailed once the controller has failed or was stopped and all its answers were returned."""
         self.controller.raise_if_inherited()
         with self._arrived:
             if timeout_s > 0:
@@ -201,7 +203,7 @@ class Dispatcher:
         return answers
 
     def status(self, timeout_s: float = 5.0) -> Status:
-        """Return the controller's view of its ranks. TimeoutError when it does not answer."""
+        """Return the controller's view of its ranks. It waits for the answer; TimeoutError after `timeout_s`."""
         self.controller.raise_if_inherited()
         with self._arrived:
             self._status = None

@@ -1,7 +1,8 @@
-"""The events of the controller's core, and its actions besides `bus.actions.Publish` and `Note`.
+"""The events of the controller's core, and its actions besides `bus.actions.Publish` (publish on the bus) and `Note`
+(log).
 
-Peers are opaque to the core: routing ids of one of the two ROUTER sockets, so clients and nodes have actions of
-their own. This module owns only these shapes. They form no cycles: the garbage collector need not look at them.
+Peers are opaque to the core: routing ids of one of the two ROUTER sockets, so clients and nodes have actions of their
+own. This module owns only these shapes. They form no cycles: the garbage collector need not look at them.
 """
 
 from __future__ import annotations
@@ -35,48 +36,50 @@ class FromNode(Struct, frozen=True, gc=False):
 
 
 class Published(Struct, frozen=True, gc=False):
-    """`message` came over the bus."""
+    """An event: `message` came over the bus from any part (loads, memberships, counters of other controllers,
+    beacons)."""
 
     message: Message
 
 
 class Unreachable(Struct, frozen=True, gc=False):
-    """The node connection `peer` is gone: `message` did not leave."""
+    """An event: the node connection `peer` is gone. `message` did not leave; None: none was being sent."""
 
     peer: Any
     message: Message | None = None
 
 
 class Undelivered(Struct, frozen=True, gc=False):
-    """`message` could not be queued for the node at `peer` (it is full)."""
+    """An event: `message` could not be queued for the node at `peer` (its queue is full); the connection stays."""
 
     peer: Any
     message: Message
 
 
 class ClientGone(Struct, frozen=True, gc=False):
-    """`peer`, the client of `rid`, is no longer connected: its `Accepted` did not reach it."""
+    """An event: `peer`, the client of `rid`, is no longer connected; its `Accepted` did not reach it."""
 
     peer: Any
     rid: Rid
 
 
 class CacheChanged(Struct, frozen=True, gc=False):
-    """The cache of rank `key` has changed (KV events of our nodes or of an engine that is followed)."""
+    """An event: the prefix cache of rank `key` has changed (KV events of our nodes or of an engine that is
+    followed)."""
 
     key: MemberKey
     changes: Changes
 
 
 class EngineLoad(Struct, frozen=True, gc=False):
-    """Rank `key` published its load in a form that acknowledges nothing (SGLang's LoadStat)."""
+    """An event: rank `key` published its load in a form that acknowledges no dispatches (SGLang's LoadStat)."""
 
     key: MemberKey
     load: Load
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """Time has passed; several a second."""
+    """An event: time has passed; the caller makes several a second."""
 
 
 Event: TypeAlias = (
@@ -85,14 +88,15 @@ Event: TypeAlias = (
 
 
 class ToClient(Struct, frozen=True, gc=False):
-    """Send to a client; one that is gone is no error."""
+    """An action: send a message to a client; one that is gone is no error."""
 
     peer: Any
     message: Message
 
 
 class ToNode(Struct, frozen=True, gc=False):
-    """Send to a node, `frames` unchanged; `Unreachable` or `Undelivered` comes back where it fails."""
+    """An action: send a message to a node, `frames` unchanged; `Unreachable` or `Undelivered` comes back where it
+    fails."""
 
     peer: Any
     message: Message
@@ -100,7 +104,7 @@ class ToNode(Struct, frozen=True, gc=False):
 
 
 class Over(Struct, frozen=True, gc=False):
-    """A traced request is over: `record` becomes a span."""
+    """An action: a traced request has ended; `record` becomes a span."""
 
     record: RequestRecord
 

@@ -30,7 +30,7 @@ DEAD: frozenset[RankState] = frozenset({"lost", "hung", "gone"})  # what runs th
 
 @dataclass(slots=True)
 class Liveness:
-    """The signs of life of one rank's epoch. Times are seconds of the caller's clock."""
+    """The signs of life of one rank's epoch (start). Times are seconds of the caller's clock."""
 
     key: MemberKey
     epoch: int
@@ -61,14 +61,17 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class Change:
+    """A rank's state has changed, from `old` to `new`."""
+
     key: MemberKey
     old: RankState
     new: RankState
 
 
 class Health:
-    """The health of all ranks. It takes signs of life (`hello`, `seen`, `moved`, `report`, ...) and gives verdicts
-    (`assess`, `sweep`)."""
+    """The health of all ranks, by key. It takes signs of life (`hello`, `seen`, `moved`, `report`, ...) and gives
+    verdicts (`assess`, `sweep`). Signs of unknown ranks are ignored. `lease_s`: how long a rank may be silent;
+    `hang_s`: how long a busy rank's steps may stand still; `settle_s`: see `settled`. Times are in seconds."""
 
     def __init__(self, *, lease_s: float, hang_s: float, settle_s: float, now: float) -> None:
         self._lease_s = lease_s
@@ -88,7 +91,8 @@ class Health:
     # --- signs ------------------------------------------------------------------------------------------------
 
     def hello(self, key: MemberKey, epoch: int, declared: NodeState, *, idle: bool, now: float) -> Liveness:
-        """Record that a node introduced or restated itself."""
+        """Record that a node introduced or restated itself; return its signs of life, new ones for another epoch.
+        `idle`: nothing runs there, so its load is known."""
         pulse = self.liveness.get(key)
         if pulse is None or pulse.epoch != epoch:
             pulse = self.liveness[key] = Liveness(key, epoch, declared, idle, now, now, now, step_at=now, state_at=now)
@@ -111,7 +115,7 @@ class Health:
             pulse.moved(step, busy, now)
 
     def set_back(self, key: MemberKey) -> None:
-        """Drop what was recorded of the rank's steps: another peer had sent it."""
+        """Drop what was recorded of the rank's steps, because another peer had sent it under its name."""
         pulse = self.liveness.get(key)
         if pulse is not None:
             pulse.step = -1
@@ -132,7 +136,7 @@ class Health:
         self._bus_at = now
 
     def unreachable(self, key: MemberKey, now: float) -> None:
-        """Record that the rank's connection is gone."""
+        """Record that the rank's connection is gone; `hello` ends that."""
         pulse = self.liveness.get(key)
         if pulse is not None and pulse.cut_at is None:
             pulse.cut_at = now
@@ -150,12 +154,13 @@ class Health:
             pulse.declared = "gone"
 
     def forget(self, key: MemberKey) -> None:
+        """Drop a rank."""
         self.liveness.pop(key, None)
 
     # --- verdicts ---------------------------------------------------------------------------------------------
 
     def state(self, pulse: Liveness, now: float) -> RankState:
-        """Return the verdict on one rank; the worst sign decides."""
+        """Return the verdict on one rank now, without recording it; the worst sign decides."""
         if pulse.declared == "gone":
             return "gone"
         draining = pulse.declared == "draining" or pulse.drain
@@ -175,7 +180,7 @@ class Health:
         return "ready"
 
     def assess(self, key: MemberKey, now: float) -> Change | None:
-        """Return the change of one rank's state since the last verdict, if any."""
+        """Record the verdict on one rank and return its change since the last one; None: no change, or unknown."""
         pulse = self.liveness.get(key)
         if pulse is None:
             return None
@@ -187,8 +192,8 @@ class Health:
         return change
 
     def sweep(self, now: float) -> list[Change]:
-        """Return the changes of all ranks. Call it several times a lease: a longer pause between two calls counts as
-        our own absence."""
+        """Record the verdicts on all ranks and return the changes. Call it several times a lease: a longer pause
+        between two calls counts as our own absence."""
         away_s, self._swept_at = now - self._swept_at, now
         if away_s > self._pause_s:
             self._woke_at = now
@@ -204,7 +209,7 @@ class Health:
         return since is not None and now < max(since + self._moment_s, self._woke_at + self._lease_s)
 
     def is_dead(self, pulse: Liveness, now: float) -> bool:
-        """Return true if a rank without a connection has not said hello within its lease."""
+        """Return true if a rank whose connection closed has not said hello within a lease."""
         since = pulse.cut_at
         return since is not None and now >= max(since, self._woke_at) + self._lease_s
 
@@ -223,5 +228,5 @@ class Health:
         return self._settled
 
     def quiet_s(self, key: MemberKey, now: float) -> float:
-        """Return how long the rank's connection has carried nothing, in seconds."""
+        """Return the seconds for which the rank's connection has carried nothing. The rank must be known."""
         return now - self.liveness[key].last_seen_at

@@ -46,7 +46,8 @@ class _Inquiry:
 
 
 class Inquiries:
-    """The open questions. `wall_s` turns the core's clock into seconds since 1970."""
+    """The open questions, at most MAX_OPEN. `wall_s` turns the core's clock into seconds since 1970. Methods append
+    actions to `out`."""
 
     def __init__(self, name: str, members: Members, life: RequestLifecycle, wall_s: float) -> None:
         self._name = name
@@ -57,6 +58,8 @@ class Inquiries:
         self._number = 0
 
     def asked(self, peer: Any, query: TraceQuery, now: float, out: list[Action]) -> None:
+        """Take a client's question: ask the ranks that ran the request (all, if it is unknown here), and answer once
+        they have, or after WAIT_S. Clients without an admin's key are refused."""
         if not may(peer, "admins"):
             out.append(ToClient(peer, Refused("bad_identity", "to trace a request takes an admin's key", query.id)))
             return
@@ -82,7 +85,8 @@ class Inquiries:
         self._answer_if_complete(self._number, now, out)
 
     def recalled(self, rank: Rank, answer: HistoryReply, now: float, out: list[Action]) -> None:
-        """Add one rank's record; an answer to no open question is ignored."""
+        """Add one rank's record to its question, and answer it if that was the last. An answer to no open question is
+        ignored."""
         name = f"{rank.key[0]}/{rank.key[1]}"
         inquiry = self._open.get(answer.id)
         if inquiry is None or name not in inquiry.waits_for:
@@ -96,6 +100,7 @@ class Inquiries:
         self._answer_if_complete(answer.id, now, out)
 
     def tick(self, now: float, out: list[Action]) -> None:
+        """Answer the questions whose time is up, with what has come."""
         for number, inquiry in list(self._open.items()):
             if now >= inquiry.due:
                 self._answer(number, now, out)

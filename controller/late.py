@@ -1,9 +1,9 @@
-"""Late binding, for the queue order `slo`: when a request goes to ranks, and how soon its first token could come.
-Pure.
+"""Late binding, for the queue order `slo` (requests wait at the controller in order of their SLOs, the limits of their
+latency): when a request goes to ranks, and how soon its first token could come. Pure.
 
-The order of what waits at a rank cannot be changed any more. So a prompt leaves the central queue only when some
-rank has less than `late_tokens` queued: enough to keep it busy until the next one arrives. Where the time for each
-further token counts, the prompt also waits until some decode rank can take it without longer steps than that.
+The order of what waits at a rank cannot be changed any more. So a prompt leaves the central queue only when some rank
+has less than `late_tokens` queued: enough to keep it busy until the next one arrives. Where the time for each further
+token counts, the prompt also waits until some decode rank can take it without longer steps than that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ SMOOTH_STEPS = 10_000  # of decode
 
 
 class LateBinding:
-    """Late binding for one controller's ranks."""
+    """Late binding for one controller's ranks. `late_tokens`: a rank with fewer queued prompt tokens gets the next
+    prompt; `tpot_slo_s`: the limit of the time per token for requests that state none (0: none). `held_by_wish`: the
+    request decided last waits only for the limit that it states itself."""
 
     def __init__(self, late_tokens: int, tpot_slo_s: float = 0.0) -> None:
         self._late_tokens = late_tokens
@@ -27,10 +29,11 @@ class LateBinding:
         self.held_by_wish = False  # what was placed last waits for its own wish, and for nothing else
 
     def reconfigure(self, late_tokens: int, tpot_slo_s: float) -> None:
+        """Use other limits from now on."""
         self._late_tokens, self._tpot_slo_s = late_tokens, tpot_slo_s
 
     def observe(self, rank: RankLoad, load: Load, now: float) -> None:
-        """Learn from `load`, which is about to replace the rank's last report."""
+        """Learn the rank's speed from `load`; call it before that replaces the rank's last report."""
         if rank.load is not None and rank.reported_at is not None and load.seq > rank.load.seq:
             role, model = rank.info.role, rank.info.model
             known = (
@@ -41,7 +44,7 @@ class LateBinding:
             known.observe(rank.load, load, now - rank.reported_at)
 
     def open(self, rank: RankLoad | None) -> bool:
-        """Return true if the rank has almost nothing queued."""
+        """Return true if the rank may get the next prompt; false for None."""
         return rank is not None and queued_tokens(rank) < self._late_tokens
 
     def first_token_s(self, rank: RankLoad | None, work: int) -> float:
@@ -54,8 +57,8 @@ class LateBinding:
 
     def decoding(self, view: View, rank: RankLoad | None, submit: Submit) -> RankLoad | None:
         """Return the decode rank: `rank`, which was chosen from `view`, or the one with the fewest tokens, if one of
-        them can take the request without a step longer than its SLO; else None, and it waits. An idle rank always
-        can, and a wanted time below a step of the request alone counts as that step."""
+        them can take the request without a step longer than its SLO. None: neither can, and it waits. An idle rank
+        always can, and a wanted time below a step of the request alone counts as that step."""
         ours_s, slo_s, tokens = self._tpot_slo_s, submit.tpot_slo_s or self._tpot_slo_s, submit.prompt_tokens
         if rank is None or not slo_s:
             return rank
@@ -133,7 +136,8 @@ class DecodeStepModel:
         self._plane = None
 
     def of(self, requests: float, tokens: float) -> float:
-        """Return the seconds of a step; 0 before the first sample."""
+        """Return the seconds of a step with so many requests, which hold so many tokens in all; 0 before the first
+        sample."""
         if self._plane is None:
             self._plane = _solved(self._sums)
         return sum(a * b for a, b in zip(self._plane, _scaled(requests, tokens), strict=True))

@@ -1,7 +1,9 @@
-"""The nodes' connections: which connection is which rank, and what its state means for the work there.
+"""The nodes' connections: which connection is which rank (one copy of the model, at a node), and what its state means
+for the work there. An epoch is the number of a rank's start.
 
-This module owns the connections and turns the verdicts of `controller.health` into readiness in the load table and
-into `Loss`es for the requests' side. Pure. It decides nothing about requests.
+This module owns the connections and turns the verdicts of `controller.health` into readiness in the load table and into
+`Loss`es, which `controller.requests.losses` handles. Pure: messages to send are appended to `out`. It decides nothing
+about requests.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks o
 
 
 class Loss(NamedTuple):
-    """All work at `rank` is lost, or the part of it in `work`. With `cancel`, it may still run there. `died` is true
-    if the rank itself is gone, possibly because of one of the requests; None: not known yet."""
+    """All work at `rank` is lost, or only the part of it in `work`. With `cancel`, it may still run there and must be
+    cancelled. `died` is true if the rank itself is gone, possibly because of one of the requests; None: not known
+    yet."""
 
     rank: Rank
     why: str
@@ -52,7 +55,8 @@ class Doubt:
 class Members:
     """The connections. `ranks` are the known ranks by their load. `peers` maps a connection to the rank that said hello
     over it: one connection belongs to one rank. `suspects` are the ranks whose connections are gone and which may come
-    back soon: nothing new goes there, and nothing that runs there is given up."""
+    back soon: nothing new goes there, and nothing that runs there is given up. Methods append messages and log lines to
+    `out`, and return what is lost."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, balancer: Balancer, health: Health, counts: Counter[str]
@@ -74,7 +78,8 @@ class Members:
         self.wanted = Wanted(config.expect)
 
     def hello(self, peer: Any, hello: Hello, now: float, out: list[Action]) -> list[Loss]:
-        """Take a node's hello, also a repeated one. Work that it no longer lists is lost."""
+        """Take a node's hello for one of its ranks, also a repeated one: register, welcome, or refuse it. Return the
+        work of an earlier start; what the same start no longer lists is lost a little later (`pong`)."""
         key = info_key(hello)
         refusal = self._refusal(peer, key, hello)
         if refusal is not None:
@@ -125,6 +130,7 @@ class Members:
         return losses + self.assess(load, now, out, "hello")
 
     def bye(self, rank: Rank, bye: Bye, now: float, out: list[Action]) -> list[Loss]:
+        """Take a rank's goodbye: it is gone. A goodbye of another start is counted and ignored."""
         if (bye.instance, bye.dp_rank, bye.epoch) != (*rank.key, rank.epoch):
             self._counts["rejected_bad_identity"] += 1
             return []
@@ -146,17 +152,21 @@ class Members:
         return self._pings
 
     def filled(self, load: RankLoad, now: float, out: list[Action]) -> None:
-        """Ask a rank whether the report that took its credit was its own, unless a ping is on its way there."""
+        """Ping a rank whose report took away its credit, to learn whether the report was its own; not if a ping is on
+        its way."""
         rank = self.ranks[load]
         if rank.asked is None:
             self.ping(rank, now, out)
 
     def ping_all(self, now: float, out: list[Action]) -> None:
+        """Ping all ranks with a connection, except suspects."""
         for rank in self.peers.values():
             if rank.load not in self.suspects:
                 self.ping(rank, now, out)
 
     def pong(self, rank: Rank, pong: Pong, now: float, out: list[Action]) -> list[Loss]:
+        """Take the answer to a ping: the rank lives, and the numbers in it show whether its last report was forged.
+        Return the work that has been lost with an earlier connection, if that is clear now."""
         asked = rank.asked
         if asked is not None and pong.n == asked.n:
             rank.asked = None
@@ -177,7 +187,8 @@ class Members:
         return [Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} lost its connection", doubt.work, died=False)]
 
     def unreachable(self, peer: Any, now: float, out: list[Action]) -> None:
-        """Note that a send failed because the connection is gone. What came over it before may still be read."""
+        """Note that a send failed because the connection is gone: the rank is a suspect from now on. What came over it
+        before may still be read."""
         rank = self.peers.get(peer)
         if rank is None or rank.load in self.suspects:
             return
@@ -198,13 +209,13 @@ class Members:
         return losses
 
     def assess(self, rank: RankLoad, now: float, out: list[Action], sign: str) -> list[Loss]:
-        """Act on one rank's state if it changed."""
+        """Get one rank's verdict and act on it if it changed; `sign` is the reason to look, for the log."""
         change = self._health.assess(rank.key, now)
         return [loss for loss in (self._act(change, now, out, sign),) if loss] if change else []
 
     def sweep(self, now: float, out: list[Action]) -> list[Loss]:
-        """Act on all ranks whose state time has changed. Forget those gone for long (also a `Loss`: everyone that
-        keeps something of a rank must drop it)."""
+        """Act on all ranks whose state time has changed; call it several times a lease. Forget those gone for long
+        (also a `Loss`: everyone that keeps something of a rank must drop it)."""
         losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, now, out, "time"))]
         for rank in [rank for rank in self._unclear if self._health.is_dead(self._health.liveness[rank.key], now)]:
             del self._unclear[rank]
@@ -225,12 +236,12 @@ class Members:
         self.ranks.pop(rank.load, None)
 
     def known(self, key: MemberKey) -> Rank | None:
-        """Return the present start of the rank `(instance, dp_rank)`, or None."""
+        """Return the present start of the rank `(instance, dp_rank)`; None: unknown."""
         load = self._table.ranks.get(key)
         return None if load is None else self.ranks[load]
 
     def state(self, rank: RankLoad) -> RankState:
-        """Return the verdict in force."""
+        """Return the last verdict on the rank."""
         return self._health.liveness[rank.key].state
 
     def validate(self) -> None:

@@ -68,15 +68,15 @@ def rank_status(known: Rank, pulse: Liveness, now: float) -> RankStatus:
 
 
 def probe(ranks: Iterable[Rank], now: float) -> None:
-    """Start to measure, at ranks that have not acknowledged everything, the time until they acknowledge what was
-    sent by now."""
+    """Begin to measure, at each rank that has not acknowledged everything, the time until it acknowledges what was sent
+    by now. `acknowledged` ends it."""
     for rank in ranks:
         if rank.probe is None and rank.load.in_flight:
             rank.probe = rank.load.sent, now
 
 
 def acknowledged(rank: Rank, now: float) -> None:
-    """End the measurement at a rank that has acknowledged what was sent when it began."""
+    """End the measurement at a rank that has acknowledged what was sent when it began; call it after each report."""
     if rank.probe is not None and rank.load.acked >= rank.probe[0]:
         rank.latencies.acked.observe(now - rank.probe[1])
         rank.probe = None
@@ -91,8 +91,8 @@ def collect(
     now: float,
     wanted: Iterable[WantedRole] = (),
 ) -> Sequence[Metric]:
-    """Return the metrics of a core's `tally` (which is used up), of the `known` ranks, and of what else it knows; a
-    request id is never a label."""
+    """Return the metrics of a core's `tally` (which is emptied here), of the `known` ranks, and of what else it knows.
+    A request id is never a label."""
     ranks = [rank.load for rank in known]
     failed = dict.fromkeys(get_args(Code)[1:], 0)  # from the start, as EVENTS
     failed |= {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
@@ -189,13 +189,15 @@ def _dispatches(ranks: Iterable[RankLoad], methods: Mapping[Role, str]) -> Metri
 
 
 class Scrapes:
-    """The parts without ranks that have metrics: this controller (`own`), and those that publish their address."""
+    """The parts without ranks that have metrics, for `pdbus targets`: this controller (`own`), and those that publish
+    their address."""
 
     def __init__(self, own: Scraped) -> None:
         self._own = own
         self._seen: dict[tuple[str, str], tuple[Scraped, float]] = {}
 
     def seen(self, scraped: Scraped, now: float) -> None:
+        """Note a part that published its metrics address; an empty address removes it."""
         key = scraped.part, scraped.name
         if scraped.metrics and key != (self._own.part, self._own.name):
             if key in self._seen or len(self._seen) < SCRAPED_MAX:
@@ -224,8 +226,8 @@ class Regret:
         self.due = 0.0  # from then on the next sample may be taken
 
     def acknowledged(self, rank: RankLoad, ranks: Iterable[RankLoad], now: float) -> None:
-        """Sample after `rank`'s last report ingested new requests of mine (`RankLoad.newly_acked`). `ranks`: all
-        known."""
+        """Take a sample after `rank`'s last report acknowledged new requests of mine (`RankLoad.newly_acked`). `ranks`:
+        all known."""
         if rank.newly_acked <= 0:
             return
         self.due = now + 1 / REGRET_MAX_PER_S

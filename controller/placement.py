@@ -1,8 +1,9 @@
-"""The rank for a leg: the caller's choice, else the method's. Pure; it charges nothing. `controller.balancer` uses
-it.
+"""The rank for a leg (a rank's share of a request: prefill, decode, or unified: both): the caller's choice, else the
+method's. Pure; it charges nothing. `controller.balancer` uses it.
 
-`place` returns a rank, or None when the leg should wait for credit, or raises Refusal. Credit belongs to a rank, not
-to a request: one request may exceed it, and the node queues what does not fit yet.
+`place` returns a rank, or None when the leg should wait for credit (until a rank's limits allow more), or raises
+Refusal. Credit belongs to a rank, not to a request: one request may exceed it, and the node queues what does not fit
+yet.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Suits: TypeAlias = Callable[[RankLoad], bool]  # whether a rank can do what a le
 
 
 class Placement:
-    """The choice by `policies` among the ranks of `table`."""
+    """The choice by `policies` among the ranks of `table`. `late` None: a request goes to a rank at once."""
 
     def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
         self._table = table
@@ -35,9 +36,9 @@ class Placement:
         self._policies = policies
 
     def check(self, role: Role, submit: Submit, group: Group, dp_rank: int | None) -> Group:
-        """Return the ranks of the model that this leg will run: `group`, which has the ranks that the caller named,
-        or those of the only live model. Refusal when the leg can run nowhere, whichever rank is alive and however
-        long it waits, and when several models are live."""
+        """Return the ranks of the model that this leg will run: `group`, which has the ranks that the caller named, or
+        those of the only live model. Raises Refusal when the leg can run nowhere, whichever rank is alive and however
+        long it waits, and when several models are live. `dp_rank` is the caller's choice; None: there is none."""
         facts, meant = group.facts(), group
         largest, models = facts.largest, facts.models
         if not models:
@@ -61,9 +62,10 @@ class Placement:
         self, role: Role, submit: Submit, group: Group, dp_rank: int | None, other: Group | None = None,
         prefill: RankLoad | None = None, avoid: tuple[RankLoad, ...] = (), barred: Container[RankLoad] = (),
     ) -> RankLoad | None:  # fmt: skip
-        """Return the rank for a leg, or None to wait. `group` has the ranks of its model, and `other` those of the
-        decode leg where this is one of a pair, whose prefill leg goes to `prefill`. `avoid` names ranks to avoid
-        while there are others; the method does not get those that are `barred`."""
+        """Return the rank for a leg; None: it waits. `group` has the ranks of its model, and `other` those of the
+        decode leg where this is one of a pair, whose prefill leg goes to `prefill`. `avoid` names ranks to avoid while
+        there are others; the method does not get those that are `barred`. Raises Refusal where no ready rank can take
+        it."""
         if dp_rank is not None:
             return self._of_caller(role, submit, group, dp_rank, self._suits(submit, group, other, prefill))
         if not group.ready:
@@ -80,7 +82,7 @@ class Placement:
         return self.pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
 
     def pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
-        """Return the policy's choice in `view`, or None; None also while it is better to keep the request in the
+        """Return the policy's choice in `view`; None: no candidate, or it is better to keep the request in the
         queue."""
         late, policy = self._late, self._policies[role]
         if late is None:
@@ -245,15 +247,15 @@ class Placement:
 
 
 def target_of(role: Role, submit: Submit) -> tuple[str, int | None]:
-    """Return the instance and rank that the caller chose for a leg."""
+    """Return the instance (empty: any) and the rank's number (None: any) that the caller chose for a leg."""
     if role == "prefill" and submit.leg == "pair":
         return submit.prefill_instance, submit.disagg_prefill_dp_rank
     return submit.instance, submit.routed_dp_rank
 
 
 def context_of(role: Role, submit: Submit) -> int:
-    """Return the tokens of context that a leg takes: a prefill leg adds one token to the prompt, the others all they
-    may produce."""
+    """Return the tokens of context that a leg needs: a prefill leg adds one token to the prompt, the others all that
+    they may produce."""
     return submit.prompt_tokens + (1 if role == "prefill" else submit.max_tokens)
 
 

@@ -1,4 +1,5 @@
-"""A rank (one start of it) as the controller knows it: its load, its connection, and what runs there.
+"""A rank (one copy of the model, at a node; here one start of it) as the controller knows it: its load, its connection,
+and what runs there.
 
 `controller.members` owns the connection, `controller.requests` what runs there, `controller.observe` the latencies, and
 `controller.feeds.nodes` the follower. Policies see only the load. Pure.
@@ -38,6 +39,8 @@ class Clock:
         self._samples: deque[tuple[float, float]] = deque(maxlen=8)
 
     def add(self, sent_at: float, now: float, at_us: int) -> None:
+        """Add a round trip: a ping sent at `sent_at`, answered at `now` (the controller's seconds), with the rank's
+        clock `at_us` (microseconds since 1970)."""
         self._samples.append((now - sent_at, at_us / 1e6 - (sent_at + now) / 2))
 
     @property

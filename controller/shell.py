@@ -49,12 +49,13 @@ log = get_logger("controller")
 
 
 class Controller(Service):
-    """An embedded controller: `with Controller(config) as controller:`; StartError on entry if an endpoint is taken.
+    """An embedded controller, on a thread of its own: `with Controller(config) as controller:`. Raises StartError on
+    entry if an endpoint is taken, ConfigError for invalid keys. `core` is its pure part, for its thread alone.
 
-    `on_local` gets (on the loop's thread) the core's answers to requests submitted with `submit_local`. `bus_seen`
-    is set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level. With `spans`,
-    traced requests have a span, which it exports. If the thread fails, every live request ends as at a stop, and
-    then `on_failure` is called (on that thread).
+    `on_local` gets (on the loop's thread) the core's answers to requests submitted with `submit_local`. `bus_seen` is
+    set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level. With `spans`,
+    traced requests have a span, which it exports. If the thread fails, every live request ends as at a stop, and then
+    `on_failure` is called (on that thread).
     """
 
     part = "controller"
@@ -159,9 +160,9 @@ class Controller(Service):
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def submit_local(self, message: Message, frames: Sequence[Any] = ()) -> None:
-        """Hand over a message of this process itself, from any thread; it is handled soon on the loop's. Its frames
-        are bytes, or have a buffer of bytes or 32-bit integers. ProtocolError, TypeError or ValueError where a
-        client may not send it; PartFailed where the loop has failed, or does not serve."""
+        """Hand over a message of this process itself, from any thread, without waiting; it is handled soon on the
+        loop's. Its frames are bytes, or have a buffer of bytes or 32-bit integers. Raises ProtocolError, TypeError or
+        ValueError where a client may not send it; PartFailed where the loop has failed, or does not serve."""
         self.raise_if_closed()
         codec.decode(codec.encode(message), CLIENT_TO_CONTROLLER)
         self._submit(message, [bytes_of(frame) for frame in frames])
@@ -232,7 +233,8 @@ class Controller(Service):
 
 
 def bytes_of(frame: object) -> bytes:
-    """Return a copy of an object that has a buffer of bytes or of 32-bit integers; TypeError for any other."""
+    """Return the bytes of an object that has a buffer of bytes or of 32-bit integers (a copy unless it is bytes).
+    Raises TypeError for any other."""
     if isinstance(frame, bytes):
         return frame
     view = memoryview(frame)  # type: ignore[arg-type]

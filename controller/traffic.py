@@ -54,9 +54,9 @@ log = get_logger("controller")
 
 
 class Traffic:
-    """The messages between `core` and its three sockets. `on_local` gets what is for this process itself,
-    `on_beacon` is called for each beacon, `on_over` for each traced request that ended. All methods are for the
-    loop's thread."""
+    """The messages between `core` and its three sockets (clients, nodes, publications). `on_local` gets what is for
+    this process itself, `on_beacon` is called for each beacon, `on_over` for each traced request that ended. All
+    methods are for the loop's thread."""
 
     def __init__(
         self,
@@ -88,6 +88,7 @@ class Traffic:
         self._outbox += self._core.handle(event, self._clock())
 
     def from_client(self, frames: list[Any]) -> None:
+        """Handle a client's message (its routing id, header and payload). An invalid one is refused and counted."""
         peer = frames[0]
         try:
             if len(frames) < 2:
@@ -102,6 +103,8 @@ class Traffic:
         self.handle(FromClient(peer, message, frames[2:]))
 
     def from_node(self, frames: list[bytes]) -> None:
+        """Handle a node's message (its routing id and header). An invalid one, or one for an instance that its key does
+        not own, is refused and counted."""
         peer = frames[0]
         try:
             if len(frames) != 2:
@@ -117,6 +120,7 @@ class Traffic:
         self.handle(FromNode(peer, message))
 
     def published(self, frames: list[bytes]) -> None:
+        """Handle a publication of the bus. An invalid one is counted."""
         try:
             message = topics.read(frames)
         except RemoteProtocolError as error:
@@ -133,12 +137,13 @@ class Traffic:
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def farewell(self) -> None:
-        """End every live request here; clients send them elsewhere."""
+        """End every live request here, and send its client so; it then sends the request elsewhere."""
         self._outbox = self._core.shutdown(self._clock())
         self.carry_out()
 
     def carry_out(self) -> None:
-        """Do the collected actions at the end of a turn."""
+        """Do the collected actions; the loop calls it at the end of each turn. It never waits: a message for a full or
+        gone peer becomes an event."""
         outbox = self._outbox
         for action in outbox:  # what a failed send leads to joins the end of the list
             kind = type(action)

@@ -20,7 +20,7 @@ Group = tuple[Role, str]  # a role and a model; an empty one stands for any
 
 
 def expected(text: str) -> Group:
-    """Return the group in `ROLE` or `ROLE:MODEL`. ConfigError for any other text."""
+    """Return the group (role, and model or empty) in `ROLE` or `ROLE:MODEL`. Raises ConfigError for any other text."""
     name, _, model = text.partition(":")
     for role in ROLES:
         if role == name and len(model) <= 128:
@@ -29,13 +29,15 @@ def expected(text: str) -> Group:
 
 
 class Wanted:
+    """The wanted roles of one controller. `declared` are those of `--expect`."""
+
     def __init__(self, declared: Iterable[str] = ()) -> None:
         self._declared = {expected(text) for text in declared}
         self._wanted: set[Group] = set()
         self._ranks: dict[Group, dict[MemberKey, RankState]] = {}  # those that did not say goodbye, lost ones too
 
     def changed(self, rank: RankLoad, state: RankState) -> None:
-        """Note that `rank` is new, or in another state."""
+        """Note that `rank` is new, or is now in this state."""
         group = rank.info.role, rank.info.model
         if group not in self._ranks and len(self._ranks) >= GROUPS_MAX:
             return
@@ -56,7 +58,7 @@ class Wanted:
             self._forget(group)
 
     def now(self, ranks: Iterable[RankLoad]) -> Iterator[WantedRole]:
-        """Return what is wanted, with its ready ranks among `ranks`."""
+        """Yield what is wanted, with the number of ready ranks for it among `ranks`."""
         ready = [(rank.info.role, rank.info.model) for rank in ranks if rank.ready]
         for role, model in sorted(self._declared | self._wanted):
             count = sum(role == each and model in ("", of) for each, of in ready)

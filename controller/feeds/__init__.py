@@ -1,4 +1,5 @@
-"""The feeds of foreign engines: KV-cache events and loads, straight from their sockets.
+"""The feeds of ranks: KV-cache events of our nodes, and KV-cache events and loads of foreign engines (SGLang, vLLM),
+straight from their sockets.
 
 Parsers and sequence tracking are pure; `controller.feeds.engine` owns the sockets.
 """

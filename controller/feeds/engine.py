@@ -1,5 +1,5 @@
-"""The sockets of one engine's feeds: KV events, their replay, load. This module owns sockets and time; it decides
-nothing.
+"""The sockets of one foreign engine's feeds: changes of its ranks' prefix caches (KV events), their replay, load. This
+module owns sockets and time; it decides nothing.
 
 Each rank has a SUB of its own, so that sequence numbers are kept apart, and each replay a DEALER of its own, so that
 answers of an old replay are not taken for those of a new one.
@@ -29,8 +29,8 @@ log = get_logger("controller")
 
 
 class EngineFeed:
-    """The feed of one engine. It calls `on_changes` and `on_load` on the loop's thread from `__init__` to `close`,
-    and counts as `Follower` does."""
+    """The feed of one engine, from its construction to `close`. It calls `on_changes` and `on_load` with a rank's key
+    on the loop's thread. Messages that cannot be read are counted in `counts`, as `Follower` does, and logged."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EngineFeed:
         log.info("engine.followed", kind=settings.kind, host=settings.host, port=settings.port, ranks=settings.dp_size)
 
     def close(self) -> None:
-        """Close the sockets; idempotent."""
+        """Close the sockets; a second call does nothing. Call it on the loop's thread."""
         for rank in list(self._replays):
             self._end_replay(rank)
         for socket in self._open:

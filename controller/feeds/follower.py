@@ -1,4 +1,5 @@
-"""Following one rank's KV events: sequence, parsing and translation together. Pure; the shells move the bytes."""
+"""Following one rank's KV events (changes of its prefix cache): sequence, parsing and translation together. Pure; the
+shells move the bytes."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ class Follower:
     """The follower of one rank. `missed`: the index was cleared and may lack blocks that the rank still has; for a node
     of ours, the next ping asks for them and resets it. `replay`: the publisher can send old messages again. `ours`: the
     publisher is a node of ours, whose hashes need no translation. A message that cannot be read clears the index, since
-    its content is unknown. `counts` gets
-    `kv_gaps`, `kv_restarts`, what the translation left out, here or at a node of ours (`kv_events.LEFT_OUT`), and
-    `rejected_<reason>` for such a message."""
+    its content is unknown.
+
+    `counts` gets `kv_gaps`, `kv_restarts`, what the translation left out, here or at a node of ours
+    (`kv_events.LEFT_OUT`), and `rejected_<reason>` for a message that cannot be read.
+    """
 
     def __init__(self, dp_rank: int, counts: Counter[str], *, replay: bool, ours: bool = False) -> None:
         self.sequence = Sequencer(counts, replay=replay)

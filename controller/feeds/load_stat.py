@@ -17,7 +17,8 @@ FIELDS = 11  # with the tag; more may follow
 
 
 def parse_load_stat(frames: Sequence[bytes]) -> tuple[int, int, Load]:
-    """Return `(seq, dp_rank, load)`; `load.seq` is 0, and the receiver sets it."""
+    """Return `(seq, dp_rank, load)` of a publication; `load.seq` is 0, and the receiver sets it. Raises
+    RemoteProtocolError for anything else."""
     seq, payload = split_frames(frames)
     stat = codec.unpack(payload)
     if type(stat) is not list or len(stat) < FIELDS or stat[0] != "LoadStat":

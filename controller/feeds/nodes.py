@@ -1,7 +1,8 @@
-"""KV events of our own nodes, as they come over the bus (`kv/<instance>/<dp_rank>/`). Pure.
+"""KV events of our own nodes (changes of their ranks' prefix caches), as they come over the bus
+(`kv/<instance>/<dp_rank>/`). Pure.
 
-What is remembered of a rank's stream belongs to its record and goes with it. Our nodes offer no
-replay: after a hole, what was known of the rank is void, and its next ping asks it to name again what it has cached.
+What is remembered of a rank's stream belongs to its record and goes with it. Our nodes offer no replay: after a hole,
+what was known of the rank is void, and its next ping asks it to name again what it has cached.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class NodeCaches:
         self._counts = counts
 
     def received(self, frames: Sequence[bytes]) -> tuple[MemberKey, Changes]:
-        """Return a publication's rank and events. RemoteProtocolError when it is not of the format."""
+        """Take a publication; return its rank and the changes for the prefix index, none for an unknown rank. Raises
+        RemoteProtocolError when it is not of the format."""
         if len(frames) != 3:
             raise RemoteProtocolError("frames", f"{len(frames)} frames")
         key = _key_of(frames[0])

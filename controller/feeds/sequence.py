@@ -86,7 +86,8 @@ class Sequencer:
         return steps
 
     def replayed(self, seq: int, payload: bytes) -> list[Step]:
-        """Take one answer of a replay; `seq` -1 ends it."""
+        """Take one answer of the running replay and return the steps; `seq` -1 ends it, and a remaining hole is asked
+        for again, or given up after ATTEMPTS without progress. Without a running replay it returns none."""
         if not self.replaying:
             return []
         assert self._next is not None

@@ -27,11 +27,12 @@ class EngineSettings:
     load: int = 0
 
     def endpoint(self, port: int, dp_rank: int) -> str:
+        """Return the endpoint of rank `dp_rank` for the first rank's `port`."""
         return f"tcp://{self.host}:{port + dp_rank}"
 
 
 def parse_engine(text: str) -> EngineSettings:
-    """Return the settings in `text`; ConfigError with the right form for any other text."""
+    """Return the settings in the option's text. Raises ConfigError, with the right form, for any other text."""
     first, *rest = text.split(",")
     kind, _, address = first.partition("=")
     if kind not in KINDS:

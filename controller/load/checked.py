@@ -93,15 +93,16 @@ class LoadTable:
     # --- ranks come and go ------------------------------------------------------------------------------------
 
     def open(self, info: Hello) -> RankLoad:
-        """Add a rank and return its record for this epoch, not ready yet; its `requests` and `tokens` are the
-        estimate. A record of another epoch is closed: what was in flight to it is void. Totals carry over. The
-        numbers of a start that was closed before go on: the rank would take lower numbers for repeats."""
+        """Add a rank and return its record for this epoch, not ready yet; its `requests` and `tokens` are the estimate.
+        An earlier record of the rank is closed: what was in flight to it is void, its totals carry over. If the same
+        epoch was closed before, its dispatch numbers go on: the rank would take lower numbers for repeats."""
         rank = self._table.open(message(info, Hello))
         self._charged[rank.key] = _Charged()
         return rank
 
     def revise(self, rank: RankLoad, info: Hello) -> None:
-        """Take in the facts that the same start of a rank restates; only its capacities may have changed."""
+        """Take in the facts that the same start of a rank restates; only its capacities may have changed. Raises
+        ValueError for another start. A record that has left the table is not changed."""
         message(info, Hello)
         if self._has(rank):
             if _start(info) != _start(rank.info):
@@ -109,8 +110,8 @@ class LoadTable:
             self._table.revise(rank, info)
 
     def reconnected(self, rank: RankLoad) -> None:
-        """Note that the same epoch came back over a new connection: what it had not ingested is lost, so the next
-        report's acknowledgement is by definition all that I sent (should it be early, the next one puts it right)."""
+        """Note that the same epoch came back over a new connection: what it had not ingested is lost. So the next
+        report's acknowledgement counts as all that I sent (should it be early, the next one corrects it)."""
         if self._has(rank):
             self._table.reconnected(rank)
 
@@ -121,7 +122,7 @@ class LoadTable:
             del self._charged[rank.key]
 
     def set_ready(self, rank: RankLoad, ready: bool, *, slow: bool = False) -> None:
-        """Set whether requests may go to the rank; `slow`: one at a time until its next report."""
+        """Set whether requests may go to the rank. `slow`: one at a time until its next report."""
         ready, slow = bool(ready), bool(slow)
         if self._has(rank):
             self._table.set_ready(rank, ready, slow=slow)
@@ -151,7 +152,8 @@ class LoadTable:
             self._table.disbelieve(rank)
 
     def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
-        """Record that a rank reports at least each `interval_s` seconds, within bounds."""
+        """Record that a rank reports at least each `interval_s` seconds, within bounds: its reports are believed
+        longer. Invalid values and unknown ranks are ignored."""
         rank = self._named(key, epoch)
         with suppress(ValueError):  # no number of seconds: as if it had not been said
             interval_s = seconds(interval_s, "interval_s")
@@ -159,8 +161,9 @@ class LoadTable:
                 self._table.declare(rank.key, rank.epoch, interval_s)
 
     def apply_sent(self, sent: Sent, now: float) -> bool:
-        """Apply another controller's cumulative counters. Return false (and count it) when they are old, of one
-        controller too many, or no `Sent` that could come over the wire; false when they are mine."""
+        """Apply another controller's cumulative counters; return true if they were applied. False, and counted, when
+        they are old, of one controller too many, or no `Sent` that could come over the wire; false when they are
+        mine."""
         now = seconds(now)
         try:
             message(sent, Sent)
@@ -170,16 +173,16 @@ class LoadTable:
         return self._table.apply_sent(sent, now)
 
     def age(self, now: float) -> list[RankLoad]:
-        """Stop believing reports that are too old, and counters of silent controllers. Call it each second or so.
-        Returns the ranks whose reports were too old."""
+        """Stop believing reports that are too old, and counters of silent controllers; call it about once a second.
+        Return the ranks whose reports became too old."""
         return self._table.age(seconds(now))
 
     # --- what goes out ----------------------------------------------------------------------------------------
 
     def charge(self, rank: RankLoad, tokens: int) -> int:
         """Charge a dispatch of `tokens` (of its prompt) to `rank`: its estimate rises at once. Each charge must be
-        undone or ended once, with the same `tokens`. Return the dispatch's number (1, 2, ... for this controller
-        epoch and node epoch). ValueError for a record that has left the table."""
+        undone or ended once, with the same `tokens`. Return the dispatch's number (1, 2, ... for this controller epoch
+        and node epoch), which the dispatch carries. Raises ValueError for a record that has left the table."""
         tokens = count(tokens, "tokens")
         if not self._has(rank):
             raise ValueError(f"{rank} is not in this table")
@@ -189,9 +192,9 @@ class LoadTable:
         return self._table.charge(rank, tokens)
 
     def undo(self, rank: RankLoad, tokens: int, *, given_up: bool = False) -> None:
-        """Take back a charged dispatch that never left this process (its number is not used again); `given_up`: it
-        has been ended already, as one that failed. The totals keep it: they do not fall. ValueError for what was not
-        charged."""
+        """Take back a charged dispatch that never left this process: the estimate falls at once, and its number is not
+        used again. `given_up`: it was ended before, with `ok` false. Totals do not fall. Raises ValueError for what was
+        not charged."""
         tokens, given_up = count(tokens, "tokens"), bool(given_up)
         if not self._has(rank):
             return
@@ -205,8 +208,8 @@ class LoadTable:
         self._table.undo(rank, tokens, given_up=given_up)
 
     def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
-        """End a dispatch of `tokens`, which is over or given up: it is no longer outstanding (the estimate waits for
-        a report). ValueError for what was not charged."""
+        """End a dispatch of `tokens`: it is no longer outstanding; the estimate falls only with the rank's next report.
+        `ok` false: it failed or was given up, and counts as failed. Raises ValueError for what was not charged."""
         tokens, ok = count(tokens, "tokens"), bool(ok)
         if not self._has(rank):
             return
@@ -216,9 +219,9 @@ class LoadTable:
         self._table.end(rank, tokens, ok=ok)
 
     def counters(self, since: int = -1) -> tuple[SentTo, ...]:
-        """Return my cumulative counters, to be published (`Sent`), of the ranks that got a dispatch after turn
-        `since`. Each is what the rank will have counted once everything in flight has arrived. What was lost with a
-        connection counts as not in flight, since no acknowledgement will come for it."""
+        """Return my cumulative counters, to be published (`Sent`), of the ranks that got a dispatch after turn `since`
+        (-1: of all). Each is what the rank will have counted once everything in flight has arrived. What was lost with
+        a connection counts as not in flight, since no acknowledgement will come for it."""
         return self._table.counters(int(index(since)))
 
     @property
@@ -227,8 +230,8 @@ class LoadTable:
         return self._table.shared
 
     def group(self, role: Role, model: str = "", instance: str = "") -> Group:
-        """Return the ranks of a role (of one model or instance where named), indexed; made at its first use. Its
-        `least` picks the least loaded of those that are ready and have credit, or None."""
+        """Return the ranks of a role (of one model or instance where named), which stays up to date. Its `least` picks
+        the least loaded of those that are ready and have credit, or None. Raises ValueError for an unknown role."""
         if role not in get_args(Role):
             raise ValueError(f"role must be one of {', '.join(get_args(Role))}")
         if not isinstance(model, str) or not isinstance(instance, str):

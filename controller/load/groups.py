@@ -1,8 +1,9 @@
-"""Views of candidates: the ranks that a policy may choose from, and the least loaded of them.
+"""Views of candidates: the ranks that a policy may choose from (ready, and with credit: their limits allow more
+requests), and the least loaded of them.
 
-This module owns the grouping of ranks by (role, model, instance) and the indexes; it must not change a load. A
-`Group` answers in O(log n). A `Subset` narrows a group for a single request (ranks to avoid, prompts that only some
-ranks can hold) and looks at each rank. A set of slots is an integer with the bits of its ranks (`RankLoad.slot`).
+This module owns the grouping of ranks by (role, model, instance) and the indexes; it must not change a load. A `Group`
+answers in O(log n). A `Subset` narrows a group for a single request (ranks to avoid, prompts that only some ranks can
+hold) and looks at each rank. A set of slots is an integer with the bits of its ranks (`RankLoad.slot`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Metric(IntEnum):
 
 
 def key_of(rank: RankLoad, metric: int, leaf: int = 0) -> int:
-    """Return the value of `rank` in `metric` as one integer: its last turn and `leaf` (16 bits) are the low bits."""
+    """Return the value of `rank` in `metric` as one integer, for comparison: its last turn and `leaf` (16 bits) are the
+    low bits."""
     if metric == 2:
         requests = rank.requests
         if requests > 0xFFFFFF:
@@ -70,13 +72,15 @@ class Facts(NamedTuple):
 
 
 class View(Protocol):
-    """The view of a policy. `least` and iteration cover ranks that are ready and have credit."""
+    """The view of a policy: the ranks for one request. `least`, `least_loaded` and iteration cover candidates: ranks
+    that are ready and have credit."""
 
     def least(self, metric: Metric) -> RankLoad | None:
-        """Return the candidate with the least `metric`, or None."""
+        """Return the candidate with the least `metric`; None: there is no candidate."""
 
     def least_loaded(self, slots: int) -> RankLoad | None:
-        """Return the candidate in `slots` (some that `same_block_size` returned) with the least tokens, or None."""
+        """Return the candidate in `slots` (some of those that `same_block_size` returned) with the least tokens; None:
+        none of them is a candidate."""
 
     def same_block_size(self, block_tokens: int) -> int:
         """Return the slots of the ranks with KV blocks of this size, whatever their state."""
@@ -92,7 +96,8 @@ class View(Protocol):
 
 
 class Group:
-    """All ranks of a role, of one model and instance where these are named."""
+    """All ranks of a role, of one model and instance where these are named (an empty name: of all). It is a `View`; the
+    load table adds and removes ranks."""
 
     __slots__ = (
         "_by_slot",
@@ -159,6 +164,7 @@ class Group:
         return (rank for rank in self.members if rank is not None and rank.candidate)
 
     def facts(self) -> Facts:
+        """Return the facts about all members."""
         if self._facts is None:
             ranks = [rank for rank in self.members if rank is not None]
             self._facts = Facts(
@@ -172,7 +178,8 @@ class Group:
         return self._facts
 
     def ranks_of(self, instance: str) -> Mapping[int, RankLoad]:
-        """Return an instance's ranks in this group by dp_rank; empty for an instance that is not here."""
+        """Return an instance's ranks in this group by number, whatever their state; empty for an instance that is not
+        here."""
         return self._instances.get(instance, {})
 
     def names(self) -> list[str]:
@@ -182,6 +189,7 @@ class Group:
     # --- for the load table -----------------------------------------------------------------------------------
 
     def add(self, rank: RankLoad) -> None:
+        """Add a member."""
         leaf = self._free.pop() if self._free else len(self.members)
         if leaf == len(self.members):
             self.members.append(None)
@@ -198,6 +206,7 @@ class Group:
         self.changed()
 
     def remove(self, rank: RankLoad) -> None:
+        """Remove a member."""
         leaf = self._leaves.pop(rank.slot)
         for index in self._indexes.values():
             index.update(leaf, NEVER)
@@ -265,7 +274,7 @@ class Group:
 
 
 class Subset:
-    """Some ready ranks of a group, for one request."""
+    """A `View` of some ranks of a group, for one request."""
 
     def __init__(self, ranks: Iterable[RankLoad]) -> None:
         self._ranks = list(ranks)

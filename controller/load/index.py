@@ -18,7 +18,8 @@ _BITS = bytes.maketrans(b"01", b"\0\1")
 
 
 class LeastIndex:
-    """Keys by leaf; the low 16 bits of a key are its leaf, so the root names the winner."""
+    """A tournament tree of keys by leaf, a number from 0 on; the low 16 bits of a key are its leaf, so the root names
+    the winner."""
 
     __slots__ = ("_keys", "_size")
 
@@ -45,6 +46,7 @@ class LeastIndex:
         return -1 if key == NEVER else key & 0xFFFF
 
     def key(self, leaf: int) -> int:
+        """Return the key of `leaf`; NEVER without one."""
         return self._keys[leaf + self._size] if leaf < self._size else NEVER
 
     def validate(self) -> None:
@@ -96,6 +98,7 @@ class SlotKeys:
         return -1 if least == NEVER else least & 0xFFFF
 
     def key(self, slot: int) -> int:
+        """Return the key of `slot`; NEVER without one."""
         return self._keys[slot] if slot < len(self._keys) else NEVER
 
     def _unpack(self, slots: int) -> Callable[[list[int]], tuple[int, ...]]:

@@ -134,7 +134,7 @@ class RankLoad:
 
     @property
     def in_flight(self) -> int:
-        """My dispatches that the last report did not acknowledge."""
+        """The number of my dispatches that the last report did not acknowledge."""
         return self.sent - self.acked
 
     @property
@@ -155,7 +155,7 @@ class RankLoad:
 
     @property
     def full(self) -> bool:
-        """True past the bound that holds even for requests which only this rank can run."""
+        """True if even requests that only this rank can run are refused: its queue has reached a hard limit."""
         return self.requests >= self.hard_requests
 
     def __repr__(self) -> str:

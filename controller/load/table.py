@@ -39,8 +39,8 @@ HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this man
 
 
 class LoadTable:
-    """The loads of all ranks, as one controller knows them, for callers that have checked the arguments. A program
-    that embeds it alone uses `controller.load.checked.LoadTable`."""
+    """The loads of all ranks, as one controller knows them, for callers that have checked the arguments. `now` is in
+    seconds of any one clock. A program that embeds it alone uses `controller.load.checked.LoadTable`."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class LoadTable:
     # --- ranks come and go ------------------------------------------------------------------------------------
 
     def open(self, info: Hello) -> RankLoad:
-        """Add a rank and return its record for this epoch, not ready yet; its `requests` and `tokens` are the
-        estimate. A record of another epoch is closed: what was in flight to it is void. Totals carry over. The
-        numbers of a start that was closed before go on: the rank would take lower numbers for repeats."""
+        """Add a rank and return its record for this epoch, not ready yet; its `requests` and `tokens` are the estimate.
+        An earlier record of the rank is closed: what was in flight to it is void, its totals carry over. If the same
+        epoch was closed before, its dispatch numbers go on: the rank would take lower numbers for repeats."""
         old = self.ranks.get(info_key(info))
         if old is not None:
             self.close(old)
@@ -119,7 +119,8 @@ class LoadTable:
         rank.rebase = True
 
     def close(self, rank: RankLoad) -> None:
-        """Remove a rank. Another rank may get its slot at once: users of the slot number must forget it too."""
+        """Remove a rank; nothing if the record has left the table. Another rank may get its slot at once: users of the
+        slot number must forget it too."""
         if self.ranks.get(rank.key) is not rank:
             return
         for group in self._groups_of(rank):
@@ -133,7 +134,7 @@ class LoadTable:
                 self._closed.popitem(last=False)
 
     def set_ready(self, rank: RankLoad, ready: bool, *, slow: bool = False) -> None:
-        """Set whether health lets requests go there; `slow`: one at a time until its next report."""
+        """Set whether requests may go to the rank, as its health says. `slow`: one at a time until its next report."""
         if ready != rank.ready:
             rank.ready = ready
             for group in self._groups_of(rank):
@@ -172,7 +173,8 @@ class LoadTable:
         return rank
 
     def disbelieve(self, rank: RankLoad) -> None:
-        """Drop the last report, which was not the rank's own: my own count is used until the next one comes."""
+        """Drop the last report, which was not the rank's own: my own count of outstanding work is the estimate until
+        the next one comes."""
         if not rank.stale:
             self.counts["report_forged"] += 1
             self._fresh.discard(rank)
@@ -180,14 +182,15 @@ class LoadTable:
             _refresh(rank)
 
     def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
-        """Record that a rank reports at least each `interval_s` seconds, within bounds."""
+        """Record that a rank reports at least each `interval_s` seconds, within bounds: its reports are believed
+        longer."""
         rank = self.ranks.get(key)
         if rank is not None and rank.epoch == epoch:
             rank.interval_s = bounded_interval_s(interval_s)
 
     def apply_sent(self, sent: Sent, now: float) -> bool:
-        """Apply another controller's cumulative counters. Return false (and count it) when they are old, mine, or of
-        one controller too many."""
+        """Apply another controller's cumulative counters; return true if they were applied. False, and counted, when
+        they are old or of one controller too many; false when they are mine."""
         if sent.epoch == self.controller_epoch:
             return False
         known = self._controllers.get(sent.epoch)
@@ -207,8 +210,8 @@ class LoadTable:
         return True
 
     def age(self, now: float) -> list[RankLoad]:
-        """Drop reports that are too old (return their ranks), and counters of silent controllers. Call it about once
-        a second."""
+        """Stop believing reports that are too old, and counters of silent controllers; call it about once a second.
+        Return the ranks whose reports became too old."""
         aged = []
         for rank in self._fresh.take(now):
             if self.ranks.get(rank.key) is not rank:
@@ -234,8 +237,8 @@ class LoadTable:
 
     def charge(self, rank: RankLoad, tokens: int) -> int:
         """Charge a dispatch of `tokens` (of its prompt) to `rank`: its estimate rises at once. Each charge must be
-        undone or ended once, with the same `tokens`. Return the dispatch's number (1, 2, ... for this controller
-        epoch and node epoch)."""
+        undone or ended once, with the same `tokens`. Return the dispatch's number (1, 2, ... for this controller epoch
+        and node epoch), which the dispatch carries."""
         rank.sent += 1
         rank.sent_tokens += tokens
         rank.outstanding += 1
@@ -248,8 +251,8 @@ class LoadTable:
         return rank.sent + rank.undone
 
     def undo(self, rank: RankLoad, tokens: int, *, given_up: bool = False) -> None:
-        """Take back a charged dispatch that never left this process (its number is not used again); `given_up`: it
-        has been ended already, as one that failed. The totals keep it: they do not fall."""
+        """Take back a charged dispatch that never left this process: the estimate falls at once, and its number is not
+        used again. `given_up`: it was ended before, with `ok` false. Totals do not fall."""
         rank.undone += 1
         rank.sent -= 1
         rank.sent_tokens -= tokens
@@ -263,8 +266,8 @@ class LoadTable:
         _refresh(rank)
 
     def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
-        """End a dispatch of `tokens`, which is over or given up: it is no longer outstanding (the estimate waits for
-        a report)."""
+        """End a dispatch of `tokens`: it is no longer outstanding; the estimate falls only with the rank's next report.
+        `ok` false: it failed or was given up, and counts as failed."""
         if not ok:
             rank.failed_total += 1
         rank.outstanding -= 1
@@ -273,9 +276,9 @@ class LoadTable:
             _refresh(rank)
 
     def counters(self, since: int = -1) -> tuple[SentTo, ...]:
-        """Return my cumulative counters, to be published (`Sent`), of the ranks that got a dispatch after turn
-        `since`. Each is what the rank will have counted once everything in flight has arrived. What was lost with a
-        connection counts as not in flight, since no acknowledgement will come for it."""
+        """Return my cumulative counters, to be published (`Sent`), of the ranks that got a dispatch after turn `since`
+        (-1: of all). Each is what the rank will have counted once everything in flight has arrived. What was lost with
+        a connection counts as not in flight, since no acknowledgement will come for it."""
         return tuple(
             SentTo(
                 rank.key[0],
@@ -294,8 +297,8 @@ class LoadTable:
         return bool(self._controllers)
 
     def group(self, role: Role, model: str = "", instance: str = "") -> Group:
-        """Return the ranks of a role (of one model or instance where named), indexed; made at its first use. Its
-        `least` picks the least loaded of those that are ready and have credit, or None."""
+        """Return the ranks of a role (of one model or instance where named), which stays up to date; made at its first
+        use. Its `least` picks the least loaded of those that are ready and have credit, or None."""
         group = self._groups.get((role, model, instance))
         if group is None:
             if len(self._groups) > 4 * len(self.ranks) + 64:  # names come from clients: keep only what has members

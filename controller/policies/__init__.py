@@ -1,4 +1,5 @@
-"""The load balancing methods, the table of their names, and the base for writing one."""
+"""The load balancing methods (policies: they pick a rank for a request), the table of their names, and the base for
+writing one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from controller.policies.prefix_index import PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """The settings with which a policy is made."""
+    """The settings with which a policy is made, one for each role and controller."""
 
     role: Role = "unified"  # of the ranks it picks
     cache_weight: float = 1.0  # worth of a token to compute, in tokens queued
@@ -47,8 +47,8 @@ class Policy(Protocol):
         starts."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
-        """Return one of `view`'s candidates for `request`, a prompt of `tokens`; None when there is no candidate. A
-        `fixed` policy may return a rank without credit, but only one that is ready; else None."""
+        """Return one of `view`'s candidates for `request`, a prompt of `tokens`; None when there is no candidate: the
+        request waits. A `fixed` policy may return a rank without credit, but only one that is ready; else None."""
 
     def work(self, request: Submit) -> int:
         """Return the prompt tokens of `request` that its rank must compute, as far as is known now. The queue's
@@ -118,7 +118,7 @@ class PrefixPolicy(Policy):
         return max(1, request.prompt_tokens - depth * request.block_tokens)
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
-        """Expect that the rank will soon hold the prompt's prefix."""
+        """Expect that the rank will soon hold the prompt's prefix, if its blocks have the request's size."""
         if request.block_hashes and rank.info.block_tokens == request.block_tokens:
             self.prefixes.expected(rank.slot, unpack_hashes(request.block_hashes))
 

@@ -1,5 +1,5 @@
-"""A guard around a policy from outside: an exception or an invalid answer costs one pick by tokens, not the
-controller.
+"""A guard around a policy from outside (not of ours): an exception or an invalid answer costs one pick by tokens, not
+the controller.
 
 This module owns the checks; the maker of a Guard decides what happens after a fault. It cannot help against a slow
 policy.
@@ -23,8 +23,9 @@ OnFault = Callable[[str, str], None]  # gets the hook's name and what went wrong
 
 
 class Guard(Policy):
-    """The guard of `policy`, whose exceptions go to `on_fault`. A pick that fails, or returns no candidate, becomes
-    the least loaded rank by tokens."""
+    """The guard of `policy`: it has the same methods. For each fault it calls `on_fault` with the hook's name and one
+    line. A pick that fails, or returns no candidate, becomes the least loaded rank by tokens; `work` and `charge` that
+    fail become the prompt's tokens. None raises, unless `on_fault` does."""
 
     def __init__(self, policy: Policy, on_fault: OnFault) -> None:
         self.policy = policy
@@ -34,6 +35,7 @@ class Guard(Policy):
         self._on_fault = on_fault
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
+        """Return the policy's pick; after a fault the least loaded rank by tokens; None: no candidate."""
         try:
             rank = self.policy.pick(view, request, tokens)
         except FAULTS as error:
@@ -49,6 +51,7 @@ class Guard(Policy):
         return view.least(Metric.TOKENS)
 
     def work(self, request: Submit) -> int:
+        """Return the policy's number of tokens, 1 at least."""
         try:
             return max(1, int(self.policy.work(request)))
         except FAULTS as error:
@@ -56,6 +59,7 @@ class Guard(Policy):
             return request.prompt_tokens
 
     def charge(self, rank: RankLoad, request: Submit) -> int:
+        """Return the policy's number of tokens, from 0 to those of the prompt."""
         try:
             return max(0, min(int(self.policy.charge(rank, request)), request.prompt_tokens))
         except FAULTS as error:
@@ -95,8 +99,7 @@ def one_line(error: BaseException) -> str:
 
 
 def fail_on(method: str) -> OnFault:
-    """Return a handler that ends the run with one line: for runs whose figures would mislead with another policy's
-    picks."""
+    """Return an `on_fault` that raises BusError: for runs whose figures would mislead with another policy's picks."""
 
     def on_fault(hook: str, why: str) -> None:
         raise BusError(f"policy {method} failed in {hook}: {why}")

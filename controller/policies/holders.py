@@ -1,10 +1,10 @@
-"""The ranks that hold each block, kept by runs. This module owns the sets of holders; it knows no times, bounds or
-loads.
+"""The ranks that hold (cache) each block of prompts, kept by runs. This module owns the sets of holders; it knows no
+times, bounds or loads.
 
-Blocks that were named one after the other and have the same holders are one run, an array. A prompt is compared with
-it in C, so a walk down a prompt goes by the runs on its way and not by its blocks. A change of holders cuts runs
-where they become different; `add` joins neighbours that have become equal. The order in which hashes are named only
-decides how long runs get: the result for a prompt is exact in any case.
+Blocks that were named one after the other and have the same holders are one run, an array. A prompt is compared with it
+in C, so a walk down a prompt goes by the runs on its way and not by its blocks. A change of holders cuts runs where
+they become different; `add` joins neighbours that have become equal. The order in which hashes are named only decides
+how long runs get: the result for a prompt is exact in any case.
 
 A rank is a bit, a set of ranks an integer, a list of hashes an array of unsigned 64-bit integers (`as_array`).
 """
@@ -18,7 +18,7 @@ LONGEST = 512  # blocks of a run: one in its middle is found by looking at each
 
 
 def as_array(hashes: Iterable[int]) -> array[int]:
-    """Return the hashes as an array; OverflowError for a value that is no unsigned 64-bit integer."""
+    """Return the hashes as an array. Raises OverflowError for a value that is no unsigned 64-bit integer."""
     return hashes if isinstance(hashes, array) and hashes.typecode == "Q" else array("Q", hashes)
 
 
@@ -40,8 +40,8 @@ class Holders:
         self._runs: dict[int, _Run] = {}  # by each hash in it
 
     def prefixes(self, hashes: array[int]) -> Iterator[tuple[int, int]]:
-        """Return `(depth, ranks that hold the first depth blocks)`: where the ranks get fewer, at the end, and now
-        and then between, at least twice as deep each time."""
+        """Yield `(depth, ranks that hold the first depth blocks)` with rising depth: where the ranks get fewer, at the
+        end, and sometimes between, at least twice as deep each time. Nothing if no rank holds the first block."""
         find = self._runs.get
         depth, holders, look = 0, -1, 1
         while depth < len(hashes):
@@ -96,7 +96,7 @@ class Holders:
             start += same
 
     def remove_all(self, bit: int, hashes: Iterable[int]) -> None:
-        """Remove all hashes that `bit` holds, in any order. It holds the runs that they are in as a whole."""
+        """Remove all hashes that `bit` holds; they may come in any order, but must be complete."""
         for block_hash in hashes:
             run = self._runs.get(block_hash)
             if run is not None and run.holders & bit:

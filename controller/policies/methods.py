@@ -20,25 +20,25 @@ class RoundRobin(Policy):
 
 
 class TotalRequests(Policy):
-    """Pick the least running + waiting + in flight. Assumes that a step costs much the same for every request in it:
-    decode with plenty of KV memory."""
+    """Pick the rank with the fewest requests: running, waiting and in flight. Assumes that a step costs much the same
+    for every request in it: decode with plenty of KV memory."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.REQUESTS)
 
 
 class TotalTokens(Policy):
-    """Pick the least tokens held or queued + in flight; ties by requests. Assumes that cost follows tokens: prefill
-    always, decode when KV memory is scarce."""
+    """Pick the rank with the fewest tokens: held or queued, and in flight; ties by requests. Assumes that cost follows
+    tokens: prefill always, decode when KV memory is scarce."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.TOKENS)
 
 
 class FollowBootstrapRoom(Policy):
-    """Pick `bootstrap_room % dp_size`, so that a decode rank can compute where the prefill ran. Where that rank is
-    not ready, there is no other. Of several instances, pick the one whose rank had the oldest turn. Requests without
-    a room have no rank."""
+    """Pick rank number `bootstrap_room % dp_size`, so that a decode rank can compute where the prefill ran. Where that
+    rank is not ready, there is no other. Of several instances, pick the one whose rank had the oldest turn. Requests
+    without a room have no rank."""
 
     fixed = True
 
@@ -56,16 +56,16 @@ class FollowBootstrapRoom(Policy):
 
 
 class CacheAware(PrefixPolicy):
-    """Pick the least (tokens queued + tokens of this prompt that the rank would have to compute): a cached prefix wins
-    unless the queue there costs more than the prefix saves.
+    """Pick the rank with the least (tokens queued + tokens of this prompt that it would have to compute): a cached
+    prefix wins unless the queue there costs more than the prefix saves.
 
     `cache_weight` multiplies the tokens to compute: above 1 holds on to caches longer (fewer tokens computed in all),
     below 1 spreads sooner. Ties as elsewhere: fewer requests, then the longest without a turn. Requests without hashes,
     or hashed in blocks of another size than a rank's, count as cached nowhere, which is `total_tokens`.
 
     Of ranks that hold the same run of blocks the least loaded is the best. So one candidate stands for each depth at
-    which the holders of the prompt get fewer, and the least loaded of all stands for those that hold less than it
-    does. The walk down the prompt ends where no remaining rank can win any more.
+    which the holders of the prompt get fewer, and the least loaded of all stands for those that hold less than it does.
+    The walk down the prompt ends where no remaining rank can win any more.
     """
 
     def __init__(self, settings: PolicySettings | None = None) -> None:

@@ -45,7 +45,8 @@ class _Rank:
 
 
 class PrefixIndex:
-    """The index. Changes take O(blocks named), `forget` O(blocks of the rank), `runs` O(runs on the way)."""
+    """The index of the ranks with one policy. Times are in seconds of the clock of `advance`. Changes take O(blocks
+    named), `forget` O(blocks of the rank), `runs` O(runs on the way)."""
 
     def __init__(self, *, max_blocks: int = 65_536, confirm_s: float = 30.0, expect_s: float = 300.0) -> None:
         self._max_blocks = max_blocks
@@ -64,7 +65,7 @@ class PrefixIndex:
         return sum(len(rank.blocks) for rank in self._ranks.values())
 
     def advance(self, now: float) -> None:
-        """Set the time: expected entries that were never confirmed expire."""
+        """Set the time in seconds (never back): expected entries that were not confirmed expire."""
         self._now = max(self._now, now)
         while self._expiries and self._expiries[0][0] <= self._now:
             self._expire()
@@ -134,15 +135,15 @@ class PrefixIndex:
     # --- what a request finds ---------------------------------------------------------------------------------
 
     def runs(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Return `(depth, ranks)`, deeper and deeper: the ranks that hold the first `depth` blocks.
+        """Yield `(depth, ranks)`, deeper and deeper: the ranks that hold the first `depth` blocks.
 
-        There is a pair wherever some ranks go no deeper, and some between, so that the caller may stop early. It
-        ends when no rank holds the next block.
+        There is a pair wherever some ranks go no deeper, and some between, so that the caller may stop early. It ends
+        when no rank holds the next block; nothing if no rank holds the first.
         """
         return self._holders.prefixes(as_array(hashes))
 
     def depth(self, slot: int, hashes: Sequence[int]) -> int:
-        """Return how many blocks, from the first on, the rank holds."""
+        """Return how many blocks, from the first on, the rank in `slot` holds."""
         found = 0
         for depth, ranks in self.runs(hashes):
             if not ranks >> slot & 1:

@@ -51,8 +51,9 @@ log = get_logger("controller")
 
 
 def resolve(method: str, role: Role) -> str:
-    """Return the method that `method` means, in the form for `find`. Old names are accepted with a warning;
-    ConfigError for removed and unknown ones, and for what cannot be loaded."""
+    """Return the name of the method that `method` means for `role` (`auto` and old names become another one), in the
+    form for `find`. Old names are logged. Raises ConfigError for removed and unknown ones, and for what cannot be
+    loaded."""
     if method == "auto":
         return AUTO[role]
     if replacement := DEPRECATED.get(method):
@@ -66,16 +67,16 @@ def resolve(method: str, role: Role) -> str:
 
 
 def find(method: str) -> Factory | None:
-    """Return the factory of `method`'s policies; None when there is no such name. ConfigError when it cannot be
-    loaded."""
+    """Return the factory of `method`'s policies; None when there is no such name. It imports the module of a policy
+    from outside. Raises ConfigError when it cannot be loaded."""
     if method in POLICIES:
         return POLICIES[method]
     return _load(method) if ":" in method else _plugged_in(method)
 
 
 def make_policy(method: str, settings: PolicySettings | None = None, on_fault: OnFault | None = None) -> Policy:
-    """Return a policy of `method` (from `resolve`), under a Guard unless it is one of ours; without `on_fault` a
-    fault is a BusError. ConfigError when it cannot be made."""
+    """Return a new policy of `method` (from `resolve`), under a Guard unless it is one of ours; without `on_fault` a
+    fault raises BusError. Raises ConfigError when it cannot be made."""
     factory = find(method)
     assert factory is not None, method
     try:
@@ -88,7 +89,8 @@ def make_policy(method: str, settings: PolicySettings | None = None, on_fault: O
 
 
 def guarded(policy: Policy, method: str, on_fault: OnFault) -> Policy:
-    """Return `policy` itself where it is ours, else a Guard of it. ConfigError for an object that is no policy."""
+    """Return `policy` itself where it is ours, else a Guard of it. Raises ConfigError for an object that is no
+    policy."""
     if type(policy) in OUR_OWN:
         return policy
     if not isinstance(policy, Policy):
@@ -97,7 +99,7 @@ def guarded(policy: Policy, method: str, on_fault: OnFault) -> Policy:
 
 
 def unknown(what: str, method: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name, with the known names and the nearest one."""
+    """Return (not raise) the error for an unknown name, with the known names and the nearest one."""
     names = [*known, *sorted(entry.name for entry in entry_points(group=GROUP))]
     near = difflib.get_close_matches(method, names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""

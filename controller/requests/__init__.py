@@ -1,1 +1,1 @@
-"""The life of requests: accepted, placed, dispatched, retried, ended exactly once."""
+"""The life of requests at the controller: accepted, placed, dispatched, retried, ended exactly once."""

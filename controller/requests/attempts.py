@@ -1,5 +1,5 @@
-"""An attempt of a request, from its placing to its withdrawal: its legs, and the messages to their ranks and its
-client.
+"""An attempt (a try) of a request, from its placing to its withdrawal: its legs (a leg is one rank's share: prefill,
+decode, or unified: both), and the messages to their ranks and its client.
 
 This module owns the legs. `controller.balancer` chooses their ranks, and `controller.requests.life` decides what
 becomes of the request. Pure: messages to send are appended to `out`.
@@ -25,7 +25,9 @@ from controller.requests.table import HeldLeg, RequestTable
 
 
 class Attempts:
-    """The attempts of the requests in `table`, at the `ranks` of `balancer`. Dispatches are numbered under `epoch`."""
+    """The attempts of the requests in `table`, at the `ranks` of `balancer`. Dispatches are numbered under `epoch`, the
+    number of this controller's start. `by_tick`: waiting requests are dispatched with ticks alone; `trace`: each
+    dispatch has a log line."""
 
     def __init__(
         self, epoch: int, table: RequestTable, balancer: Balancer, ranks: Mapping[RankLoad, Rank], counts: Counter[str]
@@ -53,8 +55,8 @@ class Attempts:
         return lane._replace(apart=True) if request.apart else lane
 
     def place(self, request: Request, now: float, out: list[Action]) -> bool:
-        """Dispatch `request` if its legs have ranks, and send its client the place; return false if it waits.
-        Refusal where waiting does not help."""
+        """Dispatch `request` if its legs have ranks, and send its client Accepted with these; return false if it must
+        wait. Raises Refusal where waiting does not help."""
         held = None
         if not request.tries and self._table.orphans and self._balancer.settled:
             held = self._table.orphans.of(request.rid, request.client)
@@ -119,7 +121,7 @@ class Attempts:
             out.append(Note("request.dispatched", "debug", about_of(request)))
 
     def accept(self, request: Request, out: list[Action]) -> None:
-        """Send the client that the request is known here, and where it runs."""
+        """Send the client Accepted: the request is known here, and where it runs (without ranks while it waits)."""
         prefill = decode = None
         for leg in request.legs:
             if leg.role == "prefill":
@@ -209,20 +211,22 @@ class Attempts:
     # --- end --------------------------------------------------------------------------------------------------
 
     def ended(self, leg: LegRun, request: Request, end: Ended | None = None, now: float = 0.0) -> bool:
-        """End a leg: `end` is its rank's report; None: it is lost, or withdrawn. Return true if it ended well."""
+        """End a leg and take its charge back: `end` is its rank's report; None: it is lost, or withdrawn. Return true
+        if it ended well. Sends nothing."""
         del self._ranks[leg.rank].work[request.rid]
         ok = self._balancer.ended(leg, request.submit, end, now)
         leg.step("done" if ok else "given up")
         return ok
 
     def undo(self, leg: LegRun, request: Request) -> None:
-        """Take back a leg whose dispatch never left this process."""
+        """Take back a leg whose dispatch never left this process: its rank has nothing of it."""
         leg.step("given up")
         del self._ranks[leg.rank].work[request.rid]
         self._balancer.unsent(leg, request.submit)
 
     def cancel(self, request: Request, code: Code, out: list[Action], *, if_unfetched: bool = False) -> None:
-        """Send a cancel to the ranks of the legs that still run."""
+        """Send a cancel with the reason `code` to the ranks of the legs that still run; they stay counted until they
+        end. `if_unfetched`: only where the KV cache was not fetched yet."""
         for leg in request.legs:
             if leg.state is LegState.RUNNING:
                 room = request.submit.bootstrap_room
@@ -230,7 +234,7 @@ class Attempts:
                 out.append(ToNode(self._ranks[leg.rank].peer, cancel))
 
     def withdraw(self, request: Request, code: Code, out: list[Action]) -> None:
-        """Cancel the legs that still run, and count them no more."""
+        """Cancel the legs that still run, and end them here at once."""
         self.cancel(request, code, out)
         for leg in request.legs:
             if leg.state is LegState.RUNNING:
@@ -247,6 +251,6 @@ class Attempts:
 
 
 def work_of(rank: Rank, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:
-    """Return the live leg of this attempt at `rank`, with its request, or None."""
+    """Return the live leg of this attempt at `rank`, with its request; None: there is none."""
     work = rank.work.get(rid)
     return work if work is not None and work[0].attempt == attempt else None

@@ -11,8 +11,8 @@ from bus.wire.messages import Model, Role
 
 
 class Lane(NamedTuple):
-    """A lane, of a model and the roles of its legs; `ranks` states which of these ranks are waited for. `pinned`:
-    all are the caller's choice; `apart`: for requests that may not run beside each other."""
+    """A lane, of a model and the roles of its legs (a rank's shares of a request); `ranks` states which of these ranks
+    are waited for. `pinned`: all are the caller's choice; `apart`: for requests that may not run beside each other."""
 
     model: Model
     roles: tuple[Role, ...]

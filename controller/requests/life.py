@@ -1,8 +1,8 @@
 """The life of requests: accepted, placed, retried, ended exactly once.
 
-This module decides what happens to a request and when, and what is sent to its client.
-`controller.requests.attempts` gives its legs to ranks, `controller.requests.table` keeps what is alive. Pure:
-messages to send are appended to `out`.
+This module decides what happens to a request and when, and what is sent to its client. `controller.requests.attempts`
+gives its legs (a rank's shares of it) to ranks, `controller.requests.table` keeps what is alive. Pure: messages to send
+are appended to `out`, `now` is in seconds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ TOO_LATE = "its first token can no longer come in time"
 
 
 class RequestLifecycle:
-    """The live requests by rid, at the `ranks` of `balancer`."""
+    """The live requests of one controller by rid, at the `ranks` of `balancer`. `epoch` is the number of the
+    controller's start; `spans`: traced requests give an `Over` at their end. The controller's core calls the
+    methods."""
 
     def __init__(
         self,
@@ -115,7 +117,8 @@ class RequestLifecycle:
     # --- from clients -----------------------------------------------------------------------------------------
 
     def submit(self, peer: Any, submit: Submit, frames: Sequence[Any], now: float, out: list[Action]) -> None:
-        """Take in a submit. The answer is Accepted (now, or when it leaves the queue) or Failed."""
+        """Take a client's submit, with its payload `frames`. The answer is Accepted (now, or when it leaves the queue)
+        or Failed. A repeated submit of a live request is answered as that is; a higher attempt takes its place."""
         live = self.requests.get(submit.rid)
         mine = live is None or live.client == key_of(peer)
         if live is not None and mine and submit.attempt <= live.attempt and same_request(live.submit, submit):
@@ -191,7 +194,8 @@ class RequestLifecycle:
     # --- from nodes -------------------------------------------------------------------------------------------
 
     def progress(self, rank: Rank, progress: Progress, now: float, out: list[Action]) -> None:
-        """Handle legs that started or ended; reports of an older attempt are fenced off here."""
+        """Handle a rank's report of legs that started or ended: requests end, or are tried again. Reports of an older
+        attempt are ignored."""
         work = rank.work
         for rid, attempt in progress.started:
             if rid in work:
@@ -207,7 +211,7 @@ class RequestLifecycle:
     # --- time and credit --------------------------------------------------------------------------------------
 
     def expire(self, now: float, out: list[Action]) -> None:
-        """Fail what is past its deadline, and forget old wishes for a time per token."""
+        """Fail the requests past their deadline, and forget old wishes for a time per token."""
         for client in [client for client, since in self._wishing.items() if now - since >= 2 * WISH_S]:
             del self._wishing[client]
         for request in self.table.overdue(now):
@@ -215,7 +219,7 @@ class RequestLifecycle:
             self._fail(request, "deadline", sentence, now, out)
 
     def drain(self, now: float, out: list[Action]) -> None:
-        """Dispatch from the queue what there is credit for."""
+        """Dispatch waiting requests in order, as far as ranks have credit."""
         for request in self.queue.turns(lambda request: self._in_time(request, now)):
             try:
                 if not self._attempts.place(request, now, out) and self._balancer.held_by_wish:
@@ -237,18 +241,18 @@ class RequestLifecycle:
         return True
 
     def shed(self, now: float, out: list[Action]) -> None:
-        """Refuse waiting requests that cannot have their first token in time any more."""
+        """Fail waiting requests that cannot have their first token in time any more, with the code `overloaded`."""
         for request in [request for request in self.queue if not self._in_time(request, now)]:
             self._fail(request, "overloaded", TOO_LATE, now, out)
 
     def shutdown(self, now: float, out: list[Action]) -> None:
-        """End everything that lives."""
+        """Fail everything that lives, with the code `shutting_down`."""
         for request in list(self.requests.values()):
             self._fail(request, "shutting_down", "the controller leaves", now, out)
 
     def measure(self, interval_s: float, out: list[Action]) -> None:
-        """Measure, each `interval_s`, how fast requests end, for retry hints; and log how many failures were not
-        logged."""
+        """Measure how fast requests end, for retry hints, and log how many lines were left out; call it every so often,
+        with the seconds since the last call."""
         if self._not_logged:
             out.append(Note("request.lines_left_out", fields={"count": self._not_logged}))
         self._logged = self._not_logged = 0

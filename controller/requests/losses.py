@@ -27,7 +27,7 @@ Failed: TypeAlias = Callable[[Request, LegRun, Code, str, float, list[Action]], 
 
 class Losses:
     """Handles lost ranks for the requests in `table`. It calls `failed` with a leg that has failed and the reason, and
-    `again` with a leg whose request must be dispatched once more."""
+    `again` with a leg whose request must be dispatched once more. Methods append messages to `out`."""
 
     def __init__(
         self, config: ControllerConfig, table: RequestTable, balancer: Balancer, attempts: Attempts,
@@ -47,7 +47,7 @@ class Losses:
         self._config = config
 
     def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
-        """Handle a rank that is gone, hung or restarted: its work is dispatched again, or fails."""
+        """Handle work that is lost with a rank or its connection: each request is tried again, or fails."""
         rank = loss.rank
         if loss.died:
             for rid, offset in self.unclear.settle(rank).items():
@@ -70,7 +70,8 @@ class Losses:
             self._failed(request, leg, "peer_lost", loss.why, now, out)
 
     def unsent(self, rank: Rank, dispatch: Dispatch, now: float, out: list[Action]) -> None:
-        """Take back a dispatch whose connection was gone: it never happened, and counts as no try."""
+        """Take back a dispatch whose connection was gone: it never happened, counts as no try, and the request is
+        dispatched again."""
         work = work_of(rank, dispatch.rid, dispatch.attempt)
         if work is None:
             return
@@ -85,19 +86,19 @@ class Losses:
         self._again(request, leg, "peer_lost", sentence, now, out)
 
     def untold(self, cancel: CancelLeg) -> None:
-        """Remember a cancel whose connection was gone."""
+        """Remember a cancel that did not leave because the connection was gone; `returned` sends it."""
         if not cancel.if_unfetched:
             self.unclear.untold(cancel.rid, cancel.attempt, cancel.room)
 
     def returned(self, rank: Rank, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
-        """Note that a start of a rank said hello: it has not died. End what it runs and was given up."""
+        """Note that a start of a rank said hello, so it has not died; cancel what it runs and was given up."""
         self.unclear.settle(rank)
         for rid, attempt, room in self.unclear.given_up(running):
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced", room=room)))
 
     def undelivered(self, rank: Rank, dispatch: Dispatch, now: float, out: list[Action]) -> None:
-        """Take back a dispatch that could not be queued for its node: it never happened, also if its leg was given
-        up before it could be sent."""
+        """Take back a dispatch that could not be queued for its node: it never happened, also if its leg was given up
+        before it could be sent. The leg fails with the code `overloaded`."""
         self._counts["undelivered"] += 1
         work = work_of(rank, dispatch.rid, dispatch.attempt)
         if work is None:
@@ -109,7 +110,8 @@ class Losses:
             self._failed(request, leg, "overloaded", sentence, now, out)
 
     def check(self, request: Request) -> None:
-        """Raise Refusal for a request that has killed too many ranks, or may have: that is known within a lease."""
+        """Mark a new request (`apart`) that may kill ranks. Raises Refusal for one that has killed too many, or may
+        have: that is known within a lease (the time after which a silent rank is lost)."""
         self.unclear.begins(request.rid, request.attempt)
         attempts = self._config.attempts
         if request.losses >= attempts:

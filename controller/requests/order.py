@@ -1,5 +1,5 @@
-"""The order in which requests of one client and priority wait: by arrival, or so that most of their SLOs are kept.
-Pure.
+"""The order in which requests of one client and priority wait: by arrival, or so that most of their SLOs (limits of the
+time to the first token) are kept. Pure.
 
 First come, first served makes nearly all requests late under a burst, because each waits as long as the burst lasts.
 `SloOrder` first serves requests that can still have their first token in time, the least work first, and then, by
@@ -30,7 +30,8 @@ Urgency: TypeAlias = tuple[int, int, int]
 
 
 class Tally:
-    """The work that has come to wait, and the work that has left; `waiting`: how many requests are there."""
+    """The work (prompt tokens) that has come to wait, and that has left; `waiting` is the number of requests that
+    wait."""
 
     def __init__(self) -> None:
         self.came = self.left = self.waiting = 0
@@ -59,7 +60,7 @@ class ArrivalOrder(Generic[T]):
         self.tally.waiting += 1
 
     def remove(self, item: T) -> None:
-        """Remove an item that was served, or went away."""
+        """Remove an item: it was served, or it ended."""
         del self._items[item]
         self.tally.left += item.work
         self.tally.waiting -= 1
@@ -71,7 +72,8 @@ class ArrivalOrder(Generic[T]):
 
 
 class SloOrder(ArrivalOrder[T]):
-    """The order by SLOs; see the module's docstring. O(log n)."""
+    """The order by SLOs; see the module's docstring. `overtake_tokens` is the most later work that may overtake an
+    item. O(log n)."""
 
     def __init__(self, overtake_tokens: int, tally: Tally | None = None) -> None:
         super().__init__(tally)
@@ -89,7 +91,7 @@ class SloOrder(ArrivalOrder[T]):
             heapq.heapify(self._hopeful)
 
     def remove(self, item: T) -> None:
-        """Remove an item that was served, or went away."""
+        """Remove an item: it was served, or it ended."""
         super().remove(item)
         del self._came[item]
 

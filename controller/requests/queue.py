@@ -1,8 +1,10 @@
-"""The central queue: requests that wait for a rank with credit. Owns their order and its bounds. Pure.
+"""The central queue: requests that wait for a rank with credit (one whose limits allow more). Owns their order and its
+bounds. Pure.
 
-Clients take turns, by tokens (`bus.fair_queue`). A client is a key; without keys all are one. A priority is a client's
-word, so it counts among its own requests: those go by priority, then in the order asked for
-(`controller.requests.order`), also where they wait in several lanes, since these may want the same ranks.
+Clients take turns, by tokens (`bus.fair_queue`). A client is a key; without keys all are one. A priority is stated by a
+client, so it counts among its own requests: those go by priority, then in the order asked for
+(`controller.requests.order`), also where they wait in several lanes, since these may want the same ranks. A lane has
+the requests that wait for the same ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ InTime: TypeAlias = Callable[[Request], bool]
 
 
 class CentralQueue:
-    """The waiting requests by lane; those of one lane wait for the same ranks. Without keys, and where one client
-    waits alone, all operations are O(1) in the number of requests and clients, except `turns`: O(lanes log lanes)."""
+    """The waiting requests by lane: at most `max_requests`, with `max_bytes` of payload in all; the caller asks
+    `has_room` before `add`. `requests` and `bytes` are what waits now. Without keys, and where one client waits alone,
+    all operations are O(1) in the number of requests and clients, except `turns`: O(lanes log lanes)."""
 
     def __init__(
         self, *, max_requests: int, max_bytes: int, order: Callable[[Tally], ArrivalOrder[Request]] = ArrivalOrder
@@ -55,8 +58,8 @@ class CentralQueue:
         return self.requests < self.max_requests and self.bytes + size <= self._max_bytes
 
     def in_the_way(self, request: Request) -> Request | None:
-        """Return the request that must go so that `request` has room: the newest of the client that takes most of
-        the queue, if that is more than the client of `request` would take."""
+        """Return the request that must be removed so that `request` has room: the newest of the client that takes most
+        of the queue, if that is more than the client of `request` would take; None: `request` itself has no room."""
         if self._of_client.keys() <= {request.client}:
             return None
         most = max(self._of_client, key=self._share)
@@ -92,7 +95,7 @@ class CentralQueue:
         self.bytes += request.frames_bytes
 
     def remove(self, request: Request, *, served: bool = False) -> None:
-        """Remove a request; `served`: it went to a rank, which counts as its client's turn."""
+        """Remove a request. `served`: it went to a rank, which counts as its client's turn."""
         assert request.lane is not None, request.rid
         client, lane = request.client, self._lanes[request.lane]
         if served:
@@ -119,18 +122,19 @@ class CentralQueue:
                 self._arrivals = 0
 
     def lanes(self) -> list[Lane]:
+        """Return the lanes with waiting requests."""
         return list(self._lanes)
 
     def head(self, lane: Lane, in_time: InTime = lambda request: True) -> Request | None:
-        """Return the next request in `lane`."""
+        """Return the next request in `lane`; None: none waits there. `in_time`: see `turns`."""
         turn = self._turn(lane, in_time, ())
         return None if turn is None else turn[1]
 
     def turns(self, in_time: InTime = lambda request: True) -> Iterator[Request]:
-        """Return the next request of all, and so on, until each lane's head has stayed where it is. The client
-        furthest behind comes first; among its own requests the higher priority, then the order asked for. Behind a
-        head that is put `aside` its lane goes on with other clients. `in_time`: true if a request would keep its SLO
-        if it were served now."""
+        """Yield the next request of all, and so on, until each lane's head was not removed by the caller. The client
+        furthest behind comes first; among its own requests the higher priority, then the order asked for. Behind a head
+        that the caller puts `aside` its lane goes on with other clients. `in_time`: true if a request would keep its
+        SLO if it were served now."""
         aside: dict[Lane, set[str]] = {}
         waiting: list[tuple[_Turn, Lane]] = []
 
@@ -181,6 +185,7 @@ class CentralQueue:
         return max(requests / self.max_requests, (self._bytes_of[client] + more_bytes) / self._max_bytes)
 
     def validate(self) -> None:
+        """Check that every sum and map follows its definition (for tests)."""
         requests = [r for lane in self._lanes.values() for line in lane.values() for lvl in line.values() for r in lvl]
         assert self.requests == len(requests)
         assert self.bytes == sum(request.frames_bytes for request in self)

@@ -28,7 +28,8 @@ LegRecord: TypeAlias = tuple[Role, MemberKey, float, float, int]  # its rank, di
 
 
 class RequestRecord(Struct, frozen=True, gc=False, array_like=True):
-    """The record of one submit. Times are the core's; inf: it has not happened."""
+    """The record of one submit, kept after its end. Times are in seconds of the core's clock; inf: it has not
+    happened."""
 
     rid: Rid
     attempt: Attempt  # the last
@@ -49,7 +50,7 @@ class RequestRecord(Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def events(self) -> tuple[EventTuple, ...]:
-        """The waits of the request, and the dispatches of each attempt."""
+        """The waits of the request, and the dispatches of each attempt, as `TraceEvent`s have them."""
         sent = [(began, "dispatched", self.attempt, role, "{}/{}".format(*key)) for role, key, began, _, _ in self.legs]
         return (*self.past, *sent)
 
@@ -82,7 +83,8 @@ def record_of(request: Request, ended_at: float = inf, code: Code = "ok", why: s
 
 
 def trace_events_of(record: RequestRecord, wall_s: float) -> tuple[TraceEvent, ...]:
-    """Return the events in order of time. `wall_s` turns the core's clock into seconds since 1970."""
+    """Return all events of the record in order of time, at most MAX_TRACE_EVENTS of the newest. `wall_s` plus the
+    core's clock is seconds since 1970."""
     last = record.attempt
     first = min((first_at for role, _, _, first_at, _ in record.legs if role != "prefill"), default=inf)
     end = "failed" if record.code != "ok" else "done"
@@ -108,7 +110,8 @@ def trace_events_of(record: RequestRecord, wall_s: float) -> tuple[TraceEvent, .
 
 
 def span_of(record: RequestRecord, wall_s: float) -> Span:
-    """Return the span of a traced request that is over. `wall_s` turns the core's clock into seconds since 1970."""
+    """Return the span (OpenTelemetry's record) of a traced request that has ended. `wall_s` plus the core's clock is
+    seconds since 1970."""
     assert record.trace is not None
     events = trace_events_of(record, 0.0)
     attributes: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Requests and their legs: records, the tables that decide their states, and the checks of a submit. Pure."""
+"""Requests and their legs (a leg is one rank's share: prefill, decode, or unified: both): records, the tables that
+decide their states, and the checks of a submit. Pure."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ LEG_NEXT: dict[tuple[LegState, Literal["done", "given up"]], LegState] = {
 
 
 class LegRun:
-    """One leg of one attempt at one rank (one start of it)."""
+    """One leg of one attempt (try) at one rank (one start of it)."""
 
     __slots__ = ("answers", "began", "charge", "ended", "first_at", "number", "rank", "role", "state")
 
@@ -146,8 +147,8 @@ def about_of(request: Request) -> dict[str, Any]:
 
 
 def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> Request:
-    """Return the request that `peer` makes with `submit` and its payload (`frames`: prompt, params). Refusal if it
-    is invalid by itself."""
+    """Return the request that `peer` makes with `submit` and its payload (`frames`: prompt, params); it is not added
+    anywhere. Raises Refusal if it is invalid by itself."""
     if submit.prompt_tokens < 1:
         raise Refusal("empty_prompt", f"a prompt has at least 1 token, not {submit.prompt_tokens}")
     if submit.offset >= submit.prompt_tokens:
@@ -206,9 +207,9 @@ def is_spare(leg: LegRun, request: Request) -> bool:
 
 
 def verdict(request: Request, code: Code, attempts: int, unclear: int = 0) -> Literal["again", "fail", "poison"]:
-    """Decide about a request that may be tried `attempts` times and of which a leg failed with `code`. Poison: it
-    seems to kill its ranks. `unclear`: ranks that may have died with it besides those that have; if they had, it
-    should run nowhere."""
+    """Decide about a request that may be tried `attempts` times and of which a leg failed with `code`: dispatch it
+    again, fail it, or fail it as poison (it seems to kill its ranks). `unclear`: ranks that may have died with it
+    besides those that have; if they had, it should run nowhere."""
     if not MEANINGS[code].controller or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
         return "fail"
     if request.losses >= attempts:

@@ -1,4 +1,4 @@
-"""SLO classes: wanted times for tokens, under a name that requests or clients' keys can have. Pure."""
+"""SLO classes: limits of the times for tokens, under a name that requests or clients' keys can have. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME_MAX = 32  # as `Submit.slo_class`
 
 @dataclass(frozen=True)
 class SloClass:
-    """The wanted times, in seconds; `tpot_s` 0: the controller's own."""
+    """The limits of the time to the first token and per further token, in seconds; `tpot_s` 0: the controller's own."""
 
     name: str
     ttft_s: float
@@ -26,7 +26,7 @@ class SloClass:
 
 
 def parse_slo_class(text: str) -> SloClass:
-    """Return the class in `text`; ConfigError with the right form for any other text."""
+    """Return the class in the option's text. Raises ConfigError, with the right form, for any other text."""
     name, _, times = text.partition("=")
     if NAME.fullmatch(name) is None or len(name) > _NAME_MAX:
         raise ConfigError(f"--slo-class {text!r}: a name has 1 to {_NAME_MAX} of A-Z a-z 0-9 . _ - ({_FORM})")
@@ -46,8 +46,8 @@ class SloClasses:
         self._classes = {each.name: each for each in classes}
 
     def settle(self, submit: Submit, client: str) -> Submit:
-        """Return `submit` with the times of its class, where it has none itself. Without a class name it gets the
-        class with the name of its client's key, if there is one. Refusal for an unknown class."""
+        """Return `submit` with the times of its class, where it has none itself. Without a class name it gets the class
+        with the name of its client's key, if there is one. Raises Refusal for an unknown class."""
         if not self._classes and not submit.slo_class:
             return submit
         named = self._classes.get(submit.slo_class or client.partition("/")[2])

@@ -26,7 +26,8 @@ MAX_OVER = 16_384
 
 
 class HeldLeg(NamedTuple):
-    """A leg that `rank` runs for `client`, a key; None: the rank does not state it."""
+    """A leg (share of a request) that `rank` still runs for the client with the key `client`; None: the rank does not
+    state it."""
 
     rank: Rank
     attempt: Attempt
@@ -35,8 +36,8 @@ class HeldLeg(NamedTuple):
 
 class RequestTable:
     """The table. `requests` by rid; `queue` holds those that wait; `payload_bytes` is the sum of all payloads;
-    `orphans` is what nodes still run of a former controller's dispatches; `history` has the last requests that are
-    over."""
+    `orphans` is what nodes still run of a former controller's dispatches; `history` has the last requests that have
+    ended."""
 
     def __init__(self, config: ControllerConfig, now: float) -> None:
         self._config = config
@@ -143,7 +144,7 @@ class RequestTable:
         return record
 
     def blame(self, rid: Rid, offset: int) -> None:
-        """Record that a rank has died with `rid`, which may be over: it had no token beyond `offset` there."""
+        """Record that a rank has died with `rid`, which may have ended: it had no token beyond `offset` there."""
         request = self.requests.get(rid)
         if request is not None:
             request.losses += request.submit.offset == offset
@@ -152,8 +153,8 @@ class RequestTable:
         self._keep_losses(rid, offset, losses + 1 if before == offset else 1)
 
     def overdue(self, now: float) -> list[Request]:
-        """Return the requests past their deadline, each once. Inherited work that was not asked for in time is
-        forgotten."""
+        """Return the requests past their deadline, each once; they are not removed. Also forget inherited work that was
+        not asked for in time."""
         requests = []
         for key in self._due.take(now):
             if isinstance(key, Rank):
@@ -228,7 +229,8 @@ class OrphanedLegs:
             self._held.setdefault(rid, []).append(HeldLeg(rank, attempt, whose[at]))
 
     def of(self, rid: Rid, client: str) -> list[HeldLeg]:
-        """Return what runs under `rid` and may be this client's. Refusal where all of it belongs to other clients."""
+        """Return what runs under `rid` and may be this client's; empty: nothing. Raises Refusal where all of it belongs
+        to other clients."""
         held = self._held.get(rid)
         if held is None:
             return []

@@ -1,8 +1,9 @@
-"""The requests that may have died, or may still run, at ranks that could not be asked. Pure bookkeeping, bounded.
+"""The requests that may have died with ranks, or may still run at ranks, that could not be asked. Pure bookkeeping,
+bounded.
 
 A connection that is gone says nothing about the process behind it. A request may have killed its rank; that is known
-when the rank says hello again, as the same start or another one, or has not within a lease. And a leg that could not
-be cancelled ends when its rank comes back and states that it runs.
+when the rank says hello again, as the same start or another one, or has not within a lease (the time after which a
+silent rank is lost). And a leg that could not be cancelled ends when its rank comes back and states that it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Unclear:
         self.attempts: OrderedDict[Rid, tuple[Attempt, Room | None]] = OrderedDict()
 
     def lost(self, rank: Rank, rid: Rid, offset: int) -> None:
-        """Record that `rid`, with `offset` tokens before this rank, was lost with it."""
+        """Record that `rid` was lost with this rank; it had `offset` output tokens before."""
         self.at.setdefault(rank, {})[rid] = offset
 
     def settle(self, rank: Rank) -> dict[Rid, int]:
@@ -35,7 +36,7 @@ class Unclear:
         return self.at.pop(rank, {})
 
     def count(self, rid: Rid, offset: int) -> int:
-        """Return how many ranks may have died with `rid`."""
+        """Return how many ranks may have died with `rid` since it had `offset` output tokens."""
         return sum(lost.get(rid) == offset for lost in self.at.values())
 
     def untold(self, rid: Rid, attempt: Attempt, room: Room | None) -> None:
@@ -51,7 +52,7 @@ class Unclear:
             del self.attempts[rid]
 
     def given_up(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt, Room | None]]:
-        """Return which of these were given up, unless they are of another room."""
+        """Return which of these running legs were given up, with their rooms; the caller cancels them."""
         return [
             (rid, attempt, known[1])
             for rid, attempt in running

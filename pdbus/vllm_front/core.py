@@ -261,12 +261,13 @@ class BusCore:
             running.stream = await self._client.generate_tokens(ids, **options)
         except (BusError, TypeError) as error:
             running.error = error
-            self._told(running)
+            self._list_news(running)
             return
-        running.stream.on_update(lambda: self._told(running))
-        self._told(running)
+        running.stream.on_update(lambda: self._list_news(running))
+        self._list_news(running)
 
-    def _told(self, running: Running) -> None:
+    def _list_news(self, running: Running) -> None:
+        """Have `get_output_async` look at this request."""
         if not running.listed:
             running.listed = True
             self._news.append(running)

@@ -1,4 +1,5 @@
-"""What becomes of each field of vLLM's requests: an option of the bus, work of vLLM's server, or a refusal by name.
+"""The fields of vLLM's requests: each becomes an option of the client library, is work of vLLM's server, or is refused
+by name.
 
 Pure, and it imports no vLLM: it reads attributes. A field that stands in no table is refused where it asks for
 something, so a newer vLLM drops nothing either.

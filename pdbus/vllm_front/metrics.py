@@ -1,4 +1,4 @@
-"""What a front counts, beside vLLM's own request metrics and on the same page."""
+"""The counts of a front (vLLM's server in front of the bus), beside vLLM's own request metrics and on the same page."""
 
 from __future__ import annotations
 
