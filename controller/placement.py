@@ -78,8 +78,9 @@ class Placement:
         if not avoid and suits is None and not barred:
             chosen = self.pick(role, group, submit)
             if chosen is None or context_of(role, submit) <= chosen.largest:
-                return chosen
-        return self.pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
+                return self._idle(submit, group) if chosen is None and submit.leg == "decode" else chosen
+        chosen = self.pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
+        return self._idle(submit, group, suits) if chosen is None and submit.leg == "decode" else chosen
 
     def pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
         """Return the policy's choice in `view`; None: no candidate, or it is better to keep the request in the
@@ -136,6 +137,25 @@ class Placement:
         if suits is not None and not suits(rank):
             raise Refusal("no_rank", f"the {role} rank of the room {_lacks(rank, submit)}")
         return _bounded(rank)
+
+    def _idle(self, submit: Submit, group: Group, suits: Suits | None = None) -> RankLoad | None:
+        """Return the least loaded decode rank that computes nothing, beyond its credit, for a lone decode leg; None:
+        there is none. What such a rank has waits for KV caches; the prefill leg of this one, which another controller
+        dispatched, may hold the memory that theirs wait for."""
+        idle = [
+            rank
+            for rank in group.members
+            if rank is not None
+            and rank.ready
+            and not rank.stale
+            and rank.load is not None
+            and not (rank.load.running or rank.load.kv_tokens or rank.slow or rank.full)
+            and holds(rank, "decode", submit)
+            and (suits is None or suits(rank))
+        ]
+        if self._late is not None and self._late.held_by_wish:
+            return None
+        return min(idle, key=lambda rank: rank.requests, default=None)
 
     @staticmethod
     def _some(

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from laws import check, of_controller
 
+from controller.requests.request import ROLES
 from nodes.link.streams import ATTACH_GRACE_S
 from pdbus.client.request import State
 from simulation.broken import Broken
+from simulation.ledger import POISON, may_die_of
 from simulation.network import Frames, Pipe
 from simulation.process import ClientProcess, ControllerProcess, NodeProcess
 from simulation.story import message_in
@@ -23,12 +25,16 @@ if TYPE_CHECKING:
 UNREAD_S = 12.0  # a leg whose client has gone ends before
 SILENCE_S = 8.0  # a stream that shows no sign of life for so long is given up before
 ANSWERED_S = 2.5  # a controller has said by then that a request waits
+KEPT_S = 15.0  # a message may wait for so long at a process that is paused
 AWAKE_S = 1.0  # a process that was paused has looked at all that came meanwhile
 
 
 def at_any_moment(world: World) -> None:
+    _spared(world)
     for process in world.processes:
         if not process.alive or process.paused_until + AWAKE_S > world.now:
+            if process.alive and isinstance(process, NodeProcess):
+                _asleep(world, process)
             continue
         if isinstance(process, ControllerProcess):
             _estimates(process)
@@ -37,6 +43,14 @@ def at_any_moment(world: World) -> None:
             _readers(world, process)
         elif isinstance(process, ClientProcess):
             _tries(world, process)
+
+
+def _spared(world: World) -> None:
+    """A cancel ends legs of its own request, whatever others have its rid."""
+    for leg, code, when in world.spared:
+        if not leg.live and (leg.code, leg.message) == (code, "") and leg.ended_at >= when:
+            raise Broken("a cancel ends its own request alone", f"{leg}", leg.rid)
+    world.spared = [each for each in world.spared if each[0].live and each[2] + KEPT_S > world.now]
 
 
 def _estimates(controller: ControllerProcess) -> None:
@@ -67,11 +81,18 @@ def _requests(world: World, controller: ControllerProcess) -> None:
     core = controller.part.core
     life = core.life
     for request in life.requests.values():
+        if request.losses > _deaths(world, request.rid):
+            raise Broken("a loss is a rank that died", f"{controller.name}: {request.losses} of {request}", request.rid)
+        if request.lane is not None and core.config.queue_order == "slo" and request.work != _work(core, request):
+            raise Broken("the queue knows what each is to compute", f"{controller.name}: {request.work}", request.rid)
         if request.tries > core.config.attempts:
             raise Broken("a submit has so many tries", f"{controller.name}: {request}", request.rid)
         for leg in request.legs:
             if leg.state.value == "running" and core.table.ranks.get(leg.rank.key) is not leg.rank:
                 raise Broken("no request waits for a rank that is gone", f"{controller.name}: {request}", request.rid)
+    for rid, (_, losses) in life.table._losses.items():
+        if not 0 < losses <= _deaths(world, rid):
+            raise Broken("a loss is a rank that died", f"{controller.name}: {losses} of {rid}, which is over", rid)
     for rid, held in life.table.orphans._held.items():
         live = life.requests.get(rid)
         if live is None or not live.legs:
@@ -84,6 +105,19 @@ def _requests(world: World, controller: ControllerProcess) -> None:
         most = max(life.table._of_client.values(), default=0)
         if most > core.config.client_requests:
             raise Broken("a client has so many requests", f"{controller.name}: one has {most}")
+
+
+def _deaths(world: World, rid: str) -> int:
+    """Return how many ranks may have died with the requests of a rid."""
+    began = min((asked.began for asked in world.asked if asked.rid == rid.removesuffix(".prefill")), default=0.0)
+    felt = [fault for _, until, fault in world.befell if until >= began]
+    return sum(POISON if fault.kind == "slow" else may_die_of(world, fault) for fault in felt)
+
+
+def _work(core: Any, request: Any) -> int:
+    """Return the prompt tokens that its first rank has to compute, where that depends on no cache."""
+    first = ROLES[request.submit.leg][0]
+    return request.work if core.config.methods[first] == "cache_aware" else request.submit.prompt_tokens
 
 
 def _readers(world: World, node: NodeProcess) -> None:
@@ -138,7 +172,23 @@ def arrives(world: World, pipe: Pipe, frames: Frames) -> None:
 def _given_up(world: World, controller: ControllerProcess, node: NodeProcess, pipe: Pipe, frames: Frames) -> None:
     """A controller gives no attempt up for an older one; and what is given up at a rank does not begin there."""
     _, rid, attempt, code, if_unfetched, _, room = [*message_in(frames), *([None] * 6)][:7]
-    if if_unfetched or not node.alive:
+    if not node.alive:
+        return
+    for rank in node.part.host.ranks.values():
+        leg = rank.core.legs.get(rid)
+        if (
+            leg is not None
+            and leg.submit_room is not None
+            and any(
+                connection.socket is pipe.peer.socket
+                for connection in rank.connections  # type: ignore[union-attr]
+            )
+        ):
+            if leg.submit_room == room or room is None:
+                world.spared = [each for each in world.spared if each[0] is not leg]
+            else:
+                world.spared.append((leg, code, world.now))
+    if if_unfetched:
         return
     live = controller.part.core.life.requests.get(rid) if controller.alive else None
     if live is not None and code == "fenced" and live.submit.bootstrap_room == room and live.attempt < attempt:
@@ -149,6 +199,14 @@ def _given_up(world: World, controller: ControllerProcess, node: NodeProcess, pi
             world.given_up.setdefault((rank.epoch, rid), []).append((attempt, when))
 
 
+def _asleep(world: World, node: NodeProcess) -> None:
+    """What came while it is paused waits until it goes on, also if it is paused again meanwhile."""
+    epochs = {rank.epoch for rank in node.part.host.ranks.values()}
+    for (epoch, _), given_up in world.given_up.items():
+        if epoch in epochs:
+            given_up[:] = [(attempt, node.paused_until if when >= world.now else when) for attempt, when in given_up]
+
+
 # --- ends and rest --------------------------------------------------------------------------------------------------
 
 
@@ -156,9 +214,12 @@ def end(world: World, asked: Asked) -> None:
     """`ran` says whether a rank may have had it, where nothing went wrong."""
     result = asked.result
     assert result is not None
-    if world.befell or asked.spec.rid or world.now - asked.began < 0.1:
-        return
     dispatched = world.dispatched.get(asked.rid)
+    asks = [name for name in world.by_name if name.startswith(("client", "controller"))]
+    if asked.spec.rid or world.now - asked.began < 0.1 or any(world.felt(name) for name in asks):
+        return
+    if world.befell and dispatched is not None:
+        return
     late = dispatched is not None and dispatched < world.now - 0.05
     if (late and not result.ran) or (dispatched is None and result.ran and world.now - asked.began > ANSWERED_S):
         raise Broken("it says whether it ran", f"{asked.rid}: ran {result.ran}, dispatched at {dispatched}", asked.rid)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bus.defaults import LEASE_S
 from nodes.own.engines.sim import SPECIALS, feed
 from simulation.broken import Broken
+from simulation.ledger import POISON, may_die_of
 from simulation.process import NodeProcess, Process
-from simulation.spec import OVER_TCP, VOCAB, Fault
+from simulation.spec import VOCAB, Fault
 from simulation.story import message_in
 
 if TYPE_CHECKING:
     from simulation.process import ControllerProcess
     from simulation.world import Asked, World
 
-LOST = frozenset({"crash", "pause", "hang", "twice", "revoke"})  # of a node: its controllers lose its ranks
 FORGET = frozenset(
     {"crash", "leave", "twice", "hang", "drain", "revoke"}
 )  # who wanted a leg may be gone, its rank held up
@@ -29,11 +28,9 @@ EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final afte
 QUICK = frozenset({"crash", "reset_one", "reset_all", "leave", "drain", "fail_steps", "clock", "damage", "drop"})
 FEW = 5  # tries that one of these may cost, where the cluster does not lack ranks
 LOAD = frozenset({"overloaded", "no_rank", "too_many", "rank_unavailable", "draining"})  # it does
-POISON = 3  # ranks that died with a request
 WAITS_S = 2.0  # beside a rank that would take it
 KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what runs
 RECENT_S = 8.0  # after its end a fault is no reason any more for a try that fails
-STEADY_S = 2.0  # a lease may be as short as a connection that flaps is away
 SILENT_S = 5.0
 LET_GO_S = 20.0  # after a key was let go of nothing of its is computed
 AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
@@ -78,18 +75,24 @@ def end(world: World, asked: Asked) -> None:
         raise broken("no end without a cause", why)
     felt = _felt(world, asked)
     match result.code:
+        case "ok" if (
+            not felt and result.attempts > 1 and not any(_overlap(asked, other) for other in _namesakes(world, asked))
+        ):
+            raise broken("what no fault touches takes one try", "")
         case "ok" | "cancelled":
             if not cancelled and len(asked.output.ids) != spec.max_tokens:
                 raise broken("it is whole", f"{len(asked.output.ids)} tokens of {spec.max_tokens}")
         case "deadline" | "duplicate_rid":
             pass
         case "poison":
-            deaths = sum(_may_die_of(world, fault) for fault in felt)
+            deaths = sum(may_die_of(world, fault) for fault in felt)
             if deaths < POISON:
                 raise broken("no end without a cause", f"{deaths} ranks may have died of {felt}")
         case "engine_failed":
             if not any(fault.kind == "fail_steps" for fault in felt):
                 raise broken("no end without a cause", "no step failed")
+        case "decode_failed" if _waits_for_decode(world, asked):
+            pass
         case "too_many" if "client_requests" in dict(world.spec.settings):
             pass
         case _:
@@ -99,6 +102,24 @@ def end(world: World, asked: Asked) -> None:
                 raise broken("no client gives up early", "")
             if result.code not in LOAD and len(felt) <= 1 and result.attempts > FEW and _is_quick(felt):
                 raise broken("a fault costs few tries", f"{felt}")
+
+
+def _namesakes(world: World, asked: Asked) -> list[Asked]:
+    return [other for other in world.asked if other.rid == asked.rid and other is not asked]
+
+
+def _overlap(one: Asked, other: Asked) -> bool:
+    """Return whether both lived at the same time, or nearly."""
+    return other.ended is None or (one.began < other.ended + 1.0 and (one.ended is None or other.began < one.ended))
+
+
+def _waits_for_decode(world: World, asked: Asked) -> bool:
+    """Return whether its decode leg waits at another controller than its prefill leg's: its KV cache may lapse."""
+    if asked.spec.prefill_controller < 0:
+        return False
+    controller = world.controllers[asked.spec.controller]
+    request = controller.part.core.life.requests.get(asked.rid) if controller.alive else None
+    return request is not None and request.lane is not None
 
 
 def _is_quick(felt: list[Fault]) -> bool:
@@ -113,10 +134,9 @@ def _no_cause(world: World, asked: Asked, code: str) -> str:
         return "nobody cancelled it"
     if code == "deadline" and (not asked.spec.deadline_s or world.now - asked.began < asked.spec.deadline_s - 0.01):
         return "it has no deadline, or that is not over"
-    if code == "duplicate_rid":
-        namesakes = [other for other in world.asked if other.rid == asked.rid and other is not asked]
-        if not any(each.ended is None or each.ended > asked.began - RID_S for each in namesakes):
-            return "nobody else has its rid"
+    others = _namesakes(world, asked) if code == "duplicate_rid" else []
+    if code == "duplicate_rid" and all(other.ended and other.ended <= asked.began - RID_S for other in others):
+        return "nobody else has its rid"
     return ""
 
 
@@ -185,12 +205,16 @@ def _agreement(world: World) -> None:
     if all(_steady(world, each) for each in world.processes) and not any(
         fault.kind in FORGET and until > now for _, until, fault in world.befell
     ):
+        attempts = _attempts(world)
         for key, (node, rank) in ranks.items():
             for rid, leg in ((leg.rid, leg) for leg in rank.core.legs if leg.role != "prefill"):
                 if rid not in wanted:
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs it for nobody at {key}: {leg}"
+                elif leg.attempt not in attempts.get(rid, (leg.attempt,)):
+                    odd[node.name, key, rid, leg.attempt] = f"{node.name} runs what was given up at {key}: {leg}"
+        odd |= _twins(world)
     if not any(until > now for _, until, _ in world.befell):
-        odd |= _kept(ranks, wanted)
+        odd |= _kept(ranks, {asked.rid for asked in world.asked if asked.lives})
     odd |= _on_the_way(world, ranks)
     for each in list(world.odd):
         if each not in odd:
@@ -200,13 +224,37 @@ def _agreement(world: World) -> None:
             raise Broken("controllers and ranks agree", f"{each[2]}, attempt {each[3]}: {what}", each[2])
 
 
+def _attempts(world: World) -> dict[str, set[int]]:
+    """Return the attempts that controllers and clients have of requests that no other has the rid of."""
+    attempts: dict[str, set[int]] = {}
+    for controller in world.controllers:
+        for rid, request in controller.part.core.life.requests.items() if controller.alive else ():
+            attempts.setdefault(rid, set()).add(request.attempt)
+    for client in world.clients:
+        for rid, request in client.traffic._core._requests.items() if client.alive else ():
+            if request.endpoint and rid in attempts:
+                attempts[rid].add(request.attached)
+    return {rid: some for rid, some in attempts.items() if sum(asked.rid == rid for asked in world.asked) == 1}
+
+
+def _twins(world: World) -> dict[tuple[Any, ...], str]:
+    """Return ranks of which two starts serve."""
+    serving: dict[tuple[str, int], list[str]] = {}
+    for node in world.nodes:
+        if node.alive and node.ready:
+            for number, rank in node.part.host.ranks.items():
+                if rank.state == "ready" and node.part.host.serving:
+                    serving.setdefault((node.config.instance, number), []).append(node.name)
+    return {("twins", key, "", 0): f"{names} both serve {key}" for key, names in serving.items() if len(names) > 1}
+
+
 def _kept(ranks: Ranks, wanted: set[str]) -> dict[tuple[Any, ...], str]:
-    """KV caches of requests that are over."""
+    """Return KV caches of requests that are over."""
     return {
         (node.name, key, leg.rid, leg.attempt): f"{node.name} keeps its KV cache for nobody at {key}: {leg}"
         for key, (node, rank) in ranks.items()
         for leg in rank.core.legs
-        if leg.role == "prefill" and leg.rid not in wanted
+        if leg.role == "prefill" and leg.rid.removesuffix(".prefill") not in wanted
     }
 
 
@@ -285,6 +333,13 @@ def at_rest(world: World) -> None:
     broker = world.broker.part.core.tally()
     if broker["watches"]:
         raise Broken("at rest", f"the broker has {broker}")
+    hit = {name for _, _, fault in world.befell for name in (fault.who, fault.other)}  # what they say may be lost
+    nodes = [node for node in world.nodes if node.alive and not hit & {"broker", node.name}]
+    epochs = {rank.epoch for node in nodes for rank in node.part.host.ranks.values()}
+    for shard in world.broker.part.core.rooms._shards:
+        for room, claim in shard.items():
+            if claim.code == "ok" and claim.owner.live and claim.owner.location.epoch in epochs:
+                raise Broken("at rest", f"the broker takes room {room} for being prefilled at {claim.owner.location}")
 
 
 def _controller_at_rest(controller: ControllerProcess, there: dict[tuple[str, int], NodeProcess]) -> None:
@@ -299,20 +354,3 @@ def _controller_at_rest(controller: ControllerProcess, there: dict[tuple[str, in
         believed = rank.requests, rank.outstanding, rank.outstanding_tokens, rank.others_requests, rank.others_tokens
         if any(believed) or (rank.counts_queue_only and rank.tokens):
             raise Broken("at rest", f"{controller.name} believes of {rank}: {believed}, {rank.tokens}")
-
-
-def _may_die_of(world: World, fault: Fault) -> int:
-    """How many ranks a controller may have lost by it one after the other, with a request that it gave to one of them
-    after the other. Those of a process that dies are lost at once; engines hang each for itself."""
-    kinds = {world.by_name[name].kind for name in (fault.who, fault.other) if name}
-    if fault.kind == "flap":
-        return POISON if dict(world.spec.settings).get("lease_s", STEADY_S) < STEADY_S else 0
-    lease_s = dict(world.spec.settings).get("lease_s", LEASE_S)
-    if fault.kind == "sever":
-        return fault.for_s > lease_s - 1.0 and kinds != {"node"} and "node" in kinds
-    if fault.kind in OVER_TCP:
-        return {"node", "controller"} <= kinds
-    if fault.kind not in LOST or kinds != {"node"}:
-        return 0
-    node: Any = world.by_name[fault.who]
-    return 1 + (len(node.config.dp_ranks) if fault.kind == "hang" else 0)

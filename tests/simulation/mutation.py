@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Mutation:
     """In the source of `symbol` `old` becomes `new`; `defect` is what users saw of it. `seed`: a trial that is known to
-    break under it, tried first. `unseen`: why none can."""
+    break under it, tried first, of a small world or a `tight` one. `unseen`: why none can."""
 
     name: str
     defect: str
@@ -17,6 +17,7 @@ class Mutation:
     new: str
     seed: int = -1
     unseen: str = ""
+    tight: bool = False
 
     @property
     def module(self) -> str:

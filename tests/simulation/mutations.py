@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """Defects that were found by other means, each put back by a change of one text in a symbol: the simulation has to find
-them (`make simulate-mutations`). Who renames a symbol keeps its line: a test checks that each still fits.
+them (`make simulate-mutations`). Who renames a symbol keeps its line: a test checks that each still fits. `unseen` says
+why no simulation can see one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from simulation.mutation import Mutation
 
 MUTATIONS = (
     Mutation("rid-of-another", "a request gets the tokens of a former one of its rid",
-             "nodes.link.leg:Identity.agrees", "return all(", "return True or all("),
+             "nodes.link.leg:Identity.agrees", "return all(", "return True or all(", seed=6, tight=True),
     Mutation("rid-of-another-cancels", "a cancel of a former request of the rid ends this one",
              "nodes.link.core:RankCore.cancel", "if leg is not None and not leg.identity.agrees(", "if False and not leg.identity.agrees("),
     Mutation("two-halves", "two halves of different answers, with code ok",
              "pdbus.client.core:ClientCore._accepted",
              "if len(request.ids) > request.offset and (attempt,", "if False and (attempt,"),
     Mutation("poison-by-resets", "requests are poison though no rank has died",
-             "controller.requests.losses:Losses.lost", "if loss.died:\n                request.losses", "if True:\n                request.losses"),
+             "controller.requests.losses:Losses.lost", "if loss.died:\n                request.losses", "if True:\n                request.losses", seed=9, tight=True),
     Mutation("resets-lose-work", "what ended during a reset is never told",
              "nodes.link.rank:LinkedRank.welcomed", "if again:", "if False:"),
     Mutation("doubts-for-ever", "what a rank lost with its connection is waited for without an end",
-             "controller.members:Members.hello", "if work:\n", "if False:\n"),
+             "controller.members:Members.hello", "if work:\n", "if False:\n", seed=20, tight=True),
     Mutation("phantom-load", "load at other controllers that never goes away",
              "controller.load.table:LoadTable.counters", "rank.sent + rank.skew)", "rank.sent)", seed=2679),
     Mutation("orphans", "legs go on though nobody wants them",
@@ -38,21 +39,22 @@ MUTATIONS = (
     Mutation("attempts-not-fenced", "the rank that was given up streams into the next attempt",
              "pdbus.client.core:ClientCore._tokens", "or message.attempt != request.attached", ""),
     Mutation("resume-from-zero", "a resumed request repeats its first tokens",
-             "pdbus.client.core:ClientCore._submit", "request.offset = len(request.ids)", "request.offset = 0"),
+             "pdbus.client.core:ClientCore._submit", "request.offset = len(request.ids)", "request.offset = 0", seed=19, tight=True),
     Mutation("gap-not-asked", "tokens that were lost are skipped",
              "pdbus.client.core:ClientCore._tokens", "if message.start > have:", "if False:", seed=720),
     Mutation("submits-not-repeated", "a submit that is lost is never answered",
-             "pdbus.client.core:ClientCore._resend", "if not unanswered or now < request.resend_at:", "if True:"),
+             "pdbus.client.core:ClientCore._resend", "if not unanswered or now < request.resend_at:", "if True:", seed=2, tight=True),
     Mutation("verdict-awaited", "a stream that failed is waited for without an end",
-             "pdbus.client.core:ClientCore._tokens", "request.due_at = now + VERDICT_S", "request.due_at = now + 1e9"),
+             "pdbus.client.core:ClientCore._tokens", "request.due_at = now + VERDICT_S", "request.due_at = now + 1e9", seed=9, tight=True),
     Mutation("other-leg-runs-on", "one leg ends, the other is not told",
              "controller.requests.attempts:Attempts.withdraw", "self.cancel(request, code, out)", "pass", seed=706),
     Mutation("ends-not-remembered", "an attempt that comes again after its end runs again",
              "nodes.link.reports:Reports.answered", "if known is not None and known.attempt == dispatch.attempt:", "if False:", seed=1821),
     Mutation("late-dispatch-runs", "an attempt older than one that was here runs",
-             "nodes.link.reports:Reports.check_newest", "if max(", "if False and max("),
+             "nodes.link.reports:Reports.check_newest", "if max(", "if False and max(", seed=20, tight=True),
     Mutation("cancel-before-dispatch", "a cancel that overtakes its dispatch is forgotten",
-             "nodes.link.core:RankCore.cancel", "self.reports.remember(owner, Ended(cancel.rid", "(owner, Ended(cancel.rid"),
+             "nodes.link.core:RankCore.cancel", "self.reports.remember(owner, Ended(cancel.rid", "(owner, Ended(cancel.rid",
+             unseen="a cancel follows its dispatch over the same connection, which delivers in order; a reset loses the dispatch, or both"),
     Mutation("acks-of-refused", "a dispatch that a rank refuses is in flight for ever",
              "nodes.link.core:RankCore.ingest", "counted = self.reports.acknowledge(dispatch)",
              'counted = self.reports.acknowledge(dispatch) if not self.draining else "counted"'),
@@ -61,7 +63,7 @@ MUTATIONS = (
     Mutation("kv-never-freed", "a prefill rank holds a KV cache that nobody fetches",
              "nodes.link.core:RankCore.tick", "for leg in lost:", "for leg in ():"),
     Mutation("kv-done-lost", "a prefill rank holds a KV cache that was fetched",
-             "nodes.link.core:RankCore.pulled", "leg = self.sender.done(peer, message)", "leg = None"),
+             "nodes.link.core:RankCore.pulled", "leg = self.sender.done(peer, message)", "leg = None", seed=20, tight=True),
     Mutation("damaged-kv", "a block that is missing is computed with",
              "nodes.own.receiver:KvReceiver.received", "if not intact", "if False", seed=1506),
     Mutation("restart-is-not-seen", "what ran at a start that another has replaced is waited for",
@@ -73,7 +75,7 @@ MUTATIONS = (
     Mutation("late-cancels", "the cancel of a request that was given up ends another client's",
              "controller.requests.life:RequestLifecycle.cancel", "room is None or", "True or"),
     Mutation("cancels-of-the-ended", "a stream that has ended cancels the next request of its rid",
-             "pdbus.client.traffic:Traffic.cancel", "if sink is None or self._sinks.get(rid) == sink:", "if True:"),
+             "pdbus.client.traffic:Traffic.cancel", "if sink is None or self._sinks.get(rid) == sink:", "if True:", seed=13, tight=True),
     Mutation("watch-for-ever", "who waits for a room that ended waits on",
-             "nodes.link.rank:LinkedRank._do", "host.publish(self.publisher.drop(action.room, action.attempt, action.code, now))", "pass"),
+             "nodes.link.rank:LinkedRank._do", "host.publish(self.publisher.drop(action.room, action.attempt, action.code, now))", "pass", seed=1, tight=True),
 )  # fmt: skip

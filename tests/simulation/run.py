@@ -18,17 +18,25 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from simulation.broken import Broken
-from simulation.small import spec_for
-from simulation.spec import FAULTS, Spec
+from simulation.small import draw_small
+from simulation.spec import FAULTS, Spec, draw
 from simulation.story import told
+from simulation.tight import draw_tight
 from simulation.world import World
 
-How: TypeAlias = tuple[bool, bool, bool]  # plain, with guests, small
+How: TypeAlias = Literal["", "plain", "guests", "small", "tight"]
 MEET_S = 5.0  # two faults have met when one began so soon after the other
 TRIES = 150  # of smaller schedules, to minimize one
+
+
+def spec_for(seed: int, how: How = "") -> Spec:
+    """The trial of `seed` in a world of this kind."""
+    if how in ("small", "tight"):
+        return draw_small(seed) if how == "small" else draw_tight(seed)
+    return draw(seed, how != "plain", how == "guests")
 
 
 def trial(spec: Spec, hears: Callable[..., None] | None = None) -> tuple[World, BaseException | None]:
@@ -86,7 +94,7 @@ def minimized(spec: Spec, name: str) -> Spec:
 
 def _one(how: How, seed: int) -> dict[str, Any]:
     began = time.process_time()
-    spec = spec_for(seed, *how)
+    spec = spec_for(seed, how)
     world, error = trial(spec)
     pairs = {tuple(sorted((a.kind, b.kind))) for a, b in combinations(spec.faults, 2) if abs(a.at_s - b.at_s) < MEET_S}
     return {
@@ -119,13 +127,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--state", type=Path, help="a campaign's: what it names is not run again")
     parser.add_argument("--first", action="store_true", help="stop at the first that breaks, and tell no more of it")
-    parser.add_argument("--plain", action="store_true", help="without troubles: what old seeds meant")
-    parser.add_argument("--guests", action="store_true", help="with what others embed: dispatchers, resolvers, links")
-    parser.add_argument("--small", action="store_true", help="small worlds, where faults meet often")
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, what in (
+        ("plain", "without troubles: what old seeds meant"),
+        ("guests", "with what others embed: dispatchers, resolvers, links"),
+        ("small", "small worlds, where faults meet often"),
+        ("tight", "small worlds whose faults meet a request at a moment of its life"),
+    ):
+        kinds.add_argument(f"--{kind}", dest="how", action="store_const", const=kind, default="", help=what)
     parser.add_argument("--story", action="store_true", help="tell what happened, break or not")
     options = parser.parse_args()
     state = _State(options.state)
-    how = options.plain, options.guests, options.small
+    how: How = options.how
     left = [seed for seed in options.seeds if not state.has(seed)]
     for done in _all(left, options.jobs, how):
         state.add(done)
@@ -138,9 +151,9 @@ def main() -> None:
     print(state.summary())
     for broken in state.tally["broken"][:3]:
         if len(left) == 1 or not options.state:
-            _tell(spec_for(broken["seed"], *how), broken["broke"])
+            _tell(spec_for(broken["seed"], how), broken["broke"])
     if options.story and len(left) == 1 and not state.tally["broken"]:
-        print("\n".join(told(spec_for(left[0], *how), "")))
+        print("\n".join(told(spec_for(left[0], how), "")))
     sys.exit(1 if state.tally["broken"] else 0)
 
 

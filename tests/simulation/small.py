@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from simulation.spec import FAULTS, OVER_TCP, SPEAK, VOCAB, Fault, Kind, NodeSpec, RequestSpec, Spec, draw
+from simulation.spec import FAULTS, OVER_TCP, SPEAK, VOCAB, Fault, Kind, NodeSpec, RequestSpec, Spec
 
 PACES = (  # seconds a step, tokens wanted: requests of milliseconds, of seconds, and such as outlast most faults
     (0.005, (1, 5, 12, 30)),
@@ -25,11 +25,6 @@ HOT: tuple[Kind, ...] = ("crash", "leave", "pause", "reset_one", "reset_all", "c
 PAIRS = (("controller", "client"), ("controller", "node"), ("controller", "node"), ("client", "node"),
          ("node", "node"), ("broker", "node"))  # fmt: skip
 BETWEEN: tuple[Kind, ...] = ("cut", "cut_one_way", "sever")
-
-
-def spec_for(seed: int, plain: bool = False, guests: bool = False, small: bool = False) -> Spec:
-    """The trial of `seed` in a world of this kind."""
-    return draw_small(seed) if small else draw(seed, not plain, guests)
 
 
 def draw_small(seed: int) -> Spec:
@@ -96,7 +91,9 @@ def _requests(spec: Spec, tokens: tuple[int, ...], rng: random.Random) -> tuple[
 def _faults(spec: Spec, rng: random.Random) -> tuple[Fault, ...]:
     """Of a few kinds, at a few victims, in bursts; in some worlds none."""
     possible = [kind for kind in FAULTS if kind != "revoke" and (spec.tcp or kind not in OVER_TCP)]
-    roles = spec.kinds
+    clients = [f"client-{n}" for n in range(spec.clients)]
+    roles = {name: name.partition("-")[0] for name in (*spec.names, *clients)}
+    roles |= {node.name: "node" for node in spec.nodes}
     if rng.random() < 0.4:
         kinds = rng.sample(possible, rng.choice((1, 2, 2, 3, 5)))
         victims = rng.sample(list(roles), min(len(roles), rng.choice((1, 2, 3))))

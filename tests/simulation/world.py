@@ -107,6 +107,7 @@ class World:
         self.given_up: dict[tuple[int, str], list[tuple[int, float]]] = {}  # (start of a rank, rid): attempts, when
         self._dropping: dict[str, float] = {}  # processes whose tokens and KV blocks get lost, and until when
         self._damaging: dict[str, float] = {}  # processes whose KV blocks are, and until when
+        self.spared: list[tuple[Any, str, float]] = []  # legs that a cancel which came was not for: its code, when
         self.unstreamed: dict[tuple[Any, ...], float] = {}  # legs whose stream another leg's has replaced: since when
         self.salts = {0, 1, 2} if spec.fickle else {0}
         self.goodbyes: dict[tuple[str, int, int], float] = {}  # of starts of ranks: when they left
@@ -152,7 +153,9 @@ class World:
                 for fault in spec.faults:
                     self.at(fault.at_s, partial(self._befall, fault))
                 self.at(CHECK_S, self._check)
-                self._until(max([spec.busy_s, *(fault.at_s for fault in spec.faults)]))  # a burst may end after busy_s
+                self._until(
+                    max([spec.busy_s, *(each.at_s for each in (*spec.requests, *spec.faults))])
+                )  # some come late
                 while self.now < spec.bound_s and any(asked.lives for asked in self.asked):
                     self._until(self.now + 1.0)
                 ends = [until - laws.TAIL_S for _, until, _ in self.befell]  # nothing is quiet before
@@ -285,8 +288,8 @@ class World:
     def _cancel(self, client: ClientProcess, asked: Asked) -> None:
         if isinstance(client, EdgeProcess):
             client.call(lambda: client.drop(asked) if asked.lives else None)
-        elif asked.result is None and not asked.abandoned:
-            asked.cancelled = True
+        elif not asked.abandoned:  # who reads a stream closes it, also one that has ended
+            asked.cancelled = asked.cancelled or asked.result is None
             client.call(lambda: client.traffic.cancel(asked.rid, asked.update))
 
     # --- faults -------------------------------------------------------------------------------------------------

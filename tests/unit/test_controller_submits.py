@@ -187,6 +187,23 @@ class TestLoneLegs:
         world.submit(submit("c", "decode", bootstrap_room=4))
         assert failure(world).code == "duplicate_room"
 
+    def test_a_lone_decode_leg_does_not_wait_behind_legs_whose_caches_its_own_may_hold_up(self) -> None:
+        """Two controllers' pairs: the prefill rank's memory is full of caches whose decode legs wait here for credit,
+        which those have that wait for that memory. A rank that computes nothing takes more, one that computes not."""
+        world = World()
+        world.join(D[0])
+        world.report(D[0], waiting=4, waiting_tokens=2000)
+        assert not world.known(D[0]).load.candidate
+        world.submit(submit("pair", "decode"))
+        assert [each.rid for each in world.dispatches(D[0])] == ["pair"]
+        world.report(D[0], running=1, waiting=4, waiting_tokens=2000, kv_tokens=10, acks=[(EPOCH, 1, 10)])
+        world.submit(submit("later", "decode"))
+        assert len(world.dispatches(D[0])) == 1
+        world.report(D[0], waiting=100, waiting_tokens=2000, acks=[(EPOCH, 1, 10)])
+        assert len(world.dispatches(D[0])) == 1, "not without a bound"
+        world.report(D[0], waiting=4, waiting_tokens=2000, acks=[(EPOCH, 1, 10)])
+        assert [each.rid for each in world.dispatches(D[0])] == ["pair", "later"]
+
     def test_unified_needs_no_room(self) -> None:
         world = unified()
         world.submit(submit("r"))
