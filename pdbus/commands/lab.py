@@ -17,9 +17,10 @@ from bus.runtime import cli
 from nodes.own.engines.timing import TIMINGS, read_timing
 from pdbus.lab.compare import Result, Run, compare
 from pdbus.lab.config import LabConfig
+from pdbus.lab.formats import read_trace
 from pdbus.lab.generator import generate
 from pdbus.lab.progress import Progress
-from pdbus.lab.traces import Trace, read_trace
+from pdbus.lab.traces import Trace
 
 Decorator = Callable[[Any], Any]
 

@@ -6,10 +6,11 @@ timing model), so that an hour of trace takes seconds. See `docs/replay.md`.
 """
 
 from pdbus.lab.config import LabConfig
+from pdbus.lab.formats import read_trace
 from pdbus.lab.generator import generate
 from pdbus.lab.metrics import Summary, summarise
 from pdbus.lab.simulate import Outcome, simulate
-from pdbus.lab.traces import Trace, TraceRequest, read_trace
+from pdbus.lab.traces import Trace, TraceRequest
 
 __all__ = [
     "LabConfig",

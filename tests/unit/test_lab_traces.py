@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from pdbus.lab.traces import Trace, TraceRequest, read_trace
+from pdbus.lab.formats import read_trace
+from pdbus.lab.traces import Trace, TraceRequest
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 20, "hash_ids": [0, 1, 2]},
