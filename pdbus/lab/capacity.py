@@ -6,6 +6,7 @@ ranks busy all the time. Cache hits reduce the real work, so a method with hits 
 
 from __future__ import annotations
 
+from bus.errors import ConfigError
 from nodes.own.engines.timing import SimTiming
 from pdbus.lab.config import LabConfig
 from pdbus.lab.traces import Trace
@@ -24,13 +25,32 @@ def prefill_s(prompt_tokens: int, chunk_tokens: int, timing: SimTiming) -> float
 
 
 def offered_load(trace: Trace, config: LabConfig) -> float:
-    """Return the load (1: all busy) of the trace, at its own times, on `config.ranks` prefill ranks."""
+    """Return the trace's own load on `config.ranks` prefill ranks: its work over the time in which sessions start."""
     work_s = sum(prefill_s(r.prompt_tokens, config.chunk_tokens, config.timing) for r in trace.requests)
-    return work_s / (config.ranks * trace.duration_s)
+    return work_s / (config.ranks * _starting_s(trace))
 
 
 def stretch(trace: Trace, config: LabConfig) -> Trace:
-    """Return `trace` with its first arrival at 0, coarse timestamps spread, and the time between arrivals multiplied so
-    that the load is `config.load`; 0 keeps the trace's times."""
+    """Return `trace` from second 0 on, with coarse timestamps spread and its time stretched to `config.load` or
+    `config.rate`; as it is with `config.concurrency`, where no time counts. Raises ConfigError for a trace without
+    starts of its own that is given none of the three."""
+    if config.concurrency:
+        return trace
+    if not trace.timed:
+        if not (config.load or config.rate):
+            raise ConfigError(
+                f"{trace.name} does not say when its sessions began: give --load, --rate or --concurrency"
+            )
+        trace = trace.started(config.seed)
     spread = trace.spread(config.seed)
+    if config.rate:
+        return spread.scaled((len(spread.starts_s) - 1) / config.rate / _starting_s(spread))
     return spread.scaled(offered_load(spread, config) / config.load if config.load else 1.0)
+
+
+def _starting_s(trace: Trace) -> float:
+    """Return the seconds from the first start of a session to the last. Raises ConfigError for a single session."""
+    starts = list(trace.starts_s.values())
+    if starts[0] == starts[-1]:
+        raise ConfigError(f"{trace.name} has one session, so that nothing can be stretched: give --load 0")
+    return starts[-1] - starts[0]

@@ -7,20 +7,28 @@ from dataclasses import dataclass, field
 from bus.errors import ConfigError
 from nodes.own.engines.timing import SimTiming
 
+CACHE_TOKENS = 2_048_000  # KV memory of a prefill rank where nothing else is said
+
 
 @dataclass(frozen=True, slots=True)
 class LabConfig:
     """The simulated cluster, and the delays and losses of its messages. Times in seconds, sizes in tokens or blocks.
     Raises ConfigError for invalid values.
 
-    The trace's time is stretched until the prompts, without cache hits, would keep the prefill ranks busy for the share
-    `load` of the time. 0 keeps the trace's own times.
+    The time between the starts of sessions (of requests, where there are none) is stretched until the prompts, without
+    cache hits, would keep the prefill ranks busy for the share `load` of the time; 0 keeps the trace's own times. With
+    `rate` that many start in a second instead, and with `concurrency` the next one starts when another has ended.
     """
 
     ranks: int = 8  # prefill ranks
     decode_ranks: int = 8  # 0: simulate prefill alone
     load: float = 0.9
-    cache_blocks: int = 4_000  # KV memory of a prefill rank, in blocks of the trace
+    rate: float = 0.0  # sessions that start in a second; 0: as `load` says
+    concurrency: int = 0  # sessions under way; 0: they start at their times
+    warm_up_s: float = 0.0  # requests that arrive before are in no figure
+    end_s: float = 0.0  # requests that arrive later are in no figure; the run ends with those that are; 0: no limit
+    end_requests: int = 0  # the same for all but the first so many since the warm-up; 0: no limit
+    cache_blocks: int = 0  # KV memory of a prefill rank, in blocks of the trace; 0: CACHE_TOKENS
     decode_kv_tokens: int = 400_000  # KV memory of a decode rank, in tokens
     decode_method: str = "total_requests"  # method for decode ranks; the compared method is for prefill ranks
     chunk_tokens: int = 2_048  # prompt tokens computed in one step at most
@@ -48,12 +56,13 @@ class LabConfig:
     seed: int = 1  # for all random draws
 
     def __post_init__(self) -> None:
-        counts = ("ranks", "cache_blocks", "decode_kv_tokens", "chunk_tokens", "prefill_running", "decode_running",
+        counts = ("ranks", "decode_kv_tokens", "chunk_tokens", "prefill_running", "decode_running",
                   "controllers", "late_tokens", "overtake_tokens")  # fmt: skip
         for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_option(name)} must be at least 1, not {getattr(self, name)}")
-        times = ("load", "kv_fetch_token_s", "hop_s", "report_delay_s", "cache_weight", "decode_ranks")
+        times = ("load", "kv_fetch_token_s", "hop_s", "report_delay_s", "cache_weight", "decode_ranks", "rate",
+                 "concurrency", "warm_up_s", "end_s", "end_requests", "cache_blocks")  # fmt: skip
         for name in times:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_option(name)} must not be negative, not {getattr(self, name)}")
@@ -66,6 +75,10 @@ class LabConfig:
             raise ConfigError(f"--queue-order is arrival or slo, not {self.queue_order!r}")
         if self.controllers > 64:
             raise ConfigError(f"--controllers must be at most 64, not {self.controllers}")
+
+    def blocks(self, block_tokens: int) -> int:
+        """Return the KV memory of a prefill rank in blocks of `block_tokens` tokens."""
+        return self.cache_blocks or max(1, CACHE_TOKENS // block_tokens)
 
 
 def _option(name: str) -> str:

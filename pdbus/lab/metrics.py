@@ -37,6 +37,10 @@ class Summary:
     prefill_busy: float  # share of the time that prefill ranks computed
     decode_busy: float  # share of the time that decode ranks computed
     duration_s: float  # until the last request ended
+    requests: int = 0  # that count
+    requests_per_s: float = math.nan  # arrivals in a second of the time that counts
+    goodput_per_s: float = math.nan  # of those, the ones that kept both limits
+    output_tokens_per_s: float = math.nan  # generated for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ttfts(outcome: Outcome) -> list[float]:
-    """Return the time from arrival to first token of each request, sorted, in seconds."""
-    return sorted(course.first_token_s - course.request.arrival_s for course in outcome.courses)
+    """Return all times to the first token, sorted, in seconds."""
+    return sorted(course.first_token_s - course.arrived_s for course in outcome.courses)
 
 
 def summarise(outcome: Outcome, config: LabConfig) -> Summary:
@@ -88,11 +92,12 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         if output > 1 and course.decode_rank >= 0:
             tpot_s = (course.finished_s - course.first_token_s) / (output - 1)
             per_token.append(tpot_s)
-        ttft_s = course.first_token_s - course.request.arrival_s
+        ttft_s = course.first_token_s - course.arrived_s
         kept += ttft_s <= config.slo_ttft_s and tpot_s <= config.slo_tpot_s
     per_token.sort()
     prompt = sum(course.request.prompt_tokens for course in outcome.courses)
     cached = sum(course.cached_tokens for course in outcome.courses)
+    seconds = outcome.until_s - outcome.began_s or math.nan
     queued = sum(map(sum, outcome.load))
     fullest = sum(map(max, outcome.load)) * config.ranks
     return Summary(
@@ -110,6 +115,10 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         prefill_busy=outcome.prefill_busy,
         decode_busy=outcome.decode_busy,
         duration_s=outcome.ended_s,
+        requests=len(first),
+        requests_per_s=len(first) / seconds,
+        goodput_per_s=kept / seconds,
+        output_tokens_per_s=sum(course.request.output_tokens for course in outcome.courses) / seconds,
     )
 
 

@@ -22,6 +22,7 @@ from bus.wire.messages import Ended, Role, Sent, Submit
 from controller.policies.registry import find
 from controller.requests.order import ArrivalOrder, SloOrder
 from nodes.own.sequence import Sequence
+from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
 from pdbus.lab.choosers import LATE, build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
@@ -47,6 +48,7 @@ class RequestOutcome:
     finished_s: float = float("nan")
     cached_tokens: int = 0
     regret_tokens: int | None = None
+    arrived_s: float = float("nan")  # of a later turn of a session: as its session came to it
 
 
 @dataclass(slots=True)
@@ -55,11 +57,13 @@ class Outcome:
     tokens)."""
 
     method: str  # the method for prefill ranks
-    courses: list[RequestOutcome]  # the outcome of each request
+    courses: list[RequestOutcome]  # the outcome of each request that counts
     sample_s: float  # between samples
-    load: list[array[int]] = field(default_factory=list)
+    load: list[array[int]] = field(default_factory=list)  # since the warm-up
     decode_load: list[array[int]] = field(default_factory=list)  # the same for decode ranks, in requests
-    ended_s: float = 0.0  # when the last request ended
+    began_s: float = 0.0  # when requests began to count
+    until_s: float = 0.0  # when they ceased to: with the last arrival, or where sessions became fewer
+    ended_s: float = 0.0  # when the last request that counts ended
     prefill_busy: float = 0.0  # share of the time that prefill ranks computed
     decode_busy: float = 0.0  # share of the time that decode ranks computed
     cache_hit_rate: float | None = None  # set where the requests have no cached tokens of their own
@@ -79,8 +83,9 @@ def simulate(
     if config.queue_order == "slo" and find(LATE.get(method, method)) is None:
         raise ConfigError(f"--queue-order slo is for methods that a controller can run, which {method} is not")
     longest = max(request.prompt_tokens for request in trace.requests)
-    if longest > config.cache_blocks * trace.block_tokens:
-        memory = f"--cache-blocks {config.cache_blocks} of {trace.block_tokens} tokens"
+    blocks = config.blocks(trace.block_tokens)
+    if longest > blocks * trace.block_tokens:
+        memory = f"--cache-blocks {blocks} of {trace.block_tokens} tokens"
         raise ConfigError(f"{memory} cannot hold a prompt of {longest} tokens")
     most = max(request.prompt_tokens + request.output_tokens for request in trace.requests)
     if (
@@ -150,12 +155,13 @@ class _Run:
         self.delay_s = config.hop_s + config.report_delay_s
         self.rng = random.Random(config.seed)
         self.courses = [RequestOutcome(request) for request in trace.requests]
-        self.left = len(self.courses)
+        self.arrivals = Arrivals(trace, config, self._begin)
+        self.busy_before = (0, 0)  # us, of prefill and decode ranks, when requests began to count
         self.owner = [self.rng.randrange(config.controllers) for _ in self.courses]
         self.rooms = rooms_of(trace, config)
         size = trace.block_tokens
         self.prefill = _Truth(
-            [self._rank("prefill", n, config.cache_blocks, config.prefill_running) for n in range(config.ranks)]
+            [self._rank("prefill", n, config.blocks(size), config.prefill_running) for n in range(config.ranks)]
         )
         self.decode = _Truth(
             [
@@ -170,33 +176,52 @@ class _Run:
         self.wakes = [math.inf] * config.controllers  # when each controller tries its waiting requests again
         self.sharing = config.controllers > 1 and config.shared_counters
         self.share_due: dict[tuple[int, int], float] = {}
-        self.outcome = Outcome(method, self.courses, config.sample_s)
+        self.outcome = Outcome(method, [], config.sample_s)
 
     def run(self) -> Outcome:
-        for number, course in enumerate(self.courses):
-            arrive = self._queue if self.late else self._submit
-            self.loop.call_at(course.request.arrival_s + self.config.hop_s, arrive, number)
+        self.arrivals.start()
+        self.loop.call_at(self.arrivals.began_s, self._begin_to_count)
         if self.sharing:
             for choosers in (self.choosers, self.decode_choosers):
                 for number in range(len(choosers)):
                     self.loop.call_later(self.rng.random() * RESTATE_S, self._restate, choosers, number)
         self._sample()
-        self.loop.run(lambda: not self.left)
-        assert not self.left, f"{self.left} requests never ended"
+        arrivals, loop = self.arrivals, self.loop
+        loop.run(lambda: arrivals.done(loop.now))
+        assert arrivals.done(loop.now), "some requests never ended"
+        if not arrivals.counted:
+            raise ConfigError(
+                f"no request of {self.trace.name} came after the warm-up ({self.config.warm_up_s:g} s) and before the "
+                f"figures ended ({min(arrivals.closed_s, loop.now):g} s): warm up for less, or give more sessions"
+            )
         outcome = self.outcome
-        outcome.ended_s = self.loop.now
-        outcome.prefill_busy = _busy(self.prefill.ranks, self.loop.now)
-        outcome.decode_busy = _busy(self.decode.ranks, self.loop.now)
+        outcome.courses = [self.courses[number] for number in sorted(arrivals.counted)]
+        outcome.began_s, outcome.ended_s = arrivals.began_s, loop.now
+        outcome.until_s = min(arrivals.closed_s, self.config.end_s or math.inf, loop.now)
+        elapsed_s = loop.now - outcome.began_s
+        outcome.prefill_busy = _busy(self.prefill.ranks, self.busy_before[0], elapsed_s)
+        outcome.decode_busy = _busy(self.decode.ranks, self.busy_before[1], elapsed_s)
         return outcome
 
+    def _begin_to_count(self) -> None:
+        self.busy_before = (_busy_us(self.prefill.ranks), _busy_us(self.decode.ranks))
+
     # --- the steps of a request -----------------------------------------------------------------------------------
+
+    def _begin(self, number: int, at_s: float) -> None:
+        self.loop.call_at(at_s, self._come, number)
+
+    def _come(self, number: int) -> None:
+        self.courses[number].arrived_s = self.loop.now
+        self.arrivals.arrived(number, self.loop.now)
+        self.loop.call_later(self.config.hop_s, self._queue if self.late else self._submit, number)
 
     def _queue(self, number: int) -> None:
         owner, course = self.owner[number], self.courses[number]
         chooser = self.choosers[owner]
         chooser.read()
         work = chooser.work(self._header(number))
-        self.waiting[owner].add(_Waiting(number, work, course.request.arrival_s + self.config.slo_ttft_s))
+        self.waiting[owner].add(_Waiting(number, work, course.arrived_s + self.config.slo_ttft_s))
         if not self.by_tick or len(self.waiting[owner]) == 1:
             self._bind(owner)
 
@@ -327,7 +352,7 @@ class _Run:
 
     def _finish(self, number: int, at_s: float) -> None:
         self.courses[number].finished_s = at_s
-        self.left -= 1
+        self.loop.call_at(at_s, self.arrivals.ended, number, at_s)
 
     def _regret(self, chosen: int, request: TraceRequest) -> int:
         """Return the tokens that the chosen rank must compute before this request's first token, minus those at the
@@ -410,9 +435,11 @@ class _Run:
         listener.chooser.apply_sent(sent, self.loop.now)
 
     def _sample(self) -> None:
-        self.outcome.load.append(array("q", (self.prefill.queued_tokens(n) for n in range(self.config.ranks))))
-        self.outcome.decode_load.append(array("q", (self.decode.requests(n) for n in range(self.config.decode_ranks))))
-        share = 1 - self.left / len(self.courses)
+        if self.loop.now >= self.arrivals.began_s:
+            prefill, decode = self.prefill, self.decode
+            self.outcome.load.append(array("q", (prefill.queued_tokens(n) for n in range(self.config.ranks))))
+            self.outcome.decode_load.append(array("q", (decode.requests(n) for n in range(self.config.decode_ranks))))
+        share = self.arrivals.share(self.loop.now)
         if share >= self.shown + SHARE_STEP:
             self.shown = share
             self.on_share(share)
@@ -434,5 +461,9 @@ class _Run:
         )
 
 
-def _busy(ranks: list[VirtualRank], elapsed_s: float) -> float:
-    return sum(rank.scheduler.busy_us_total for rank in ranks) / 1e6 / (len(ranks) * elapsed_s) if ranks else 0.0
+def _busy(ranks: list[VirtualRank], before_us: int, elapsed_s: float) -> float:
+    return (_busy_us(ranks) - before_us) / 1e6 / (len(ranks) * elapsed_s) if ranks and elapsed_s else 0.0
+
+
+def _busy_us(ranks: list[VirtualRank]) -> int:
+    return sum(rank.scheduler.busy_us_total for rank in ranks)

@@ -26,12 +26,28 @@ def test_quantile() -> None:
 def test_summary_by_hand() -> None:
     courses = [
         RequestOutcome(
-            TraceRequest(0.0, 1000, 11), 0, 0, first_token_s=1.0, finished_s=2.0, cached_tokens=500, regret_tokens=4
+            TraceRequest(0.0, 1000, 11),
+            0,
+            0,
+            arrived_s=0.0,
+            first_token_s=1.0,
+            finished_s=2.0,
+            cached_tokens=500,
+            regret_tokens=4,
         ),
         RequestOutcome(
-            TraceRequest(1.0, 3000, 1), 1, 0, first_token_s=4.0, finished_s=4.0, cached_tokens=0, regret_tokens=0
+            TraceRequest(1.0, 3000, 1),
+            1,
+            0,
+            arrived_s=1.0,
+            first_token_s=4.0,
+            finished_s=4.0,
+            cached_tokens=0,
+            regret_tokens=0,
         ),
-        RequestOutcome(TraceRequest(2.0, 1000, 5), 0, 1, first_token_s=2.5, finished_s=2.7, cached_tokens=500),
+        RequestOutcome(
+            TraceRequest(2.0, 1000, 5), 0, 1, arrived_s=2.0, first_token_s=2.5, finished_s=2.7, cached_tokens=500
+        ),
     ]
     outcome = Outcome("x", courses, 1.0, load=[array("q", [30, 10]), array("q", [0, 0]), array("q", [10, 10])])
     s = summarise(outcome, LabConfig(ranks=2, slo_ttft_s=2.0, slo_tpot_s=0.06))

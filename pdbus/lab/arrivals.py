@@ -1,0 +1,99 @@
+"""When each request of a trace arrives, and which requests count. Owns sessions and the window of the figures; knows no
+rank and no clock, so that a run in virtual time and one in real time have the same arrivals.
+
+A session is under way from its first arrival until all of its requests have ended. The window opens with the warm-up's
+end. It closes at `end_s`, with the `end_requests`-th arrival in it, or, with a fixed number of sessions under way, when
+one ends and none is left to take its place: from then on the load is another. What arrived in the window counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pdbus.lab.config import LabConfig
+from pdbus.lab.traces import Trace
+
+
+class Arrivals:
+    """The arrivals of one run. `begin(place, at_s)` is called once for each request, as soon as the time of its arrival
+    is known; the caller calls `arrived` then and `ended` at its end. Times in seconds of the run."""
+
+    def __init__(self, trace: Trace, config: LabConfig, begin: Callable[[int, float], None]) -> None:
+        requests = trace.requests
+        self._trace, self._begin = trace, begin
+        self._concurrency = config.concurrency
+        self._end_s = config.end_s or math.inf
+        self._most = config.end_requests or math.inf
+        self._waits_for = [len(request.after) for request in requests]
+        self._followers: list[list[int]] = [[] for _ in requests]
+        self._sessions: dict[int, list[int]] = {}  # those of a session that nothing has to end before, in order
+        self._left: dict[int, int] = {}  # requests of each session that have not ended
+        for place, request in enumerate(requests):
+            session = trace.session_of(place)
+            self._left[session] = self._left.get(session, 0) + 1
+            roots = self._sessions.setdefault(session, [])
+            if not request.after:
+                roots.append(place)
+            for former in request.after:
+                self._followers[former].append(place)
+        self._to_come = iter(list(self._sessions))
+        self._unended = len(requests)
+        self._pending: set[int] = set()  # those that count and have not ended
+        self._ended_s = [0.0] * len(requests)
+        self.counted: list[int] = []  # places of the requests that count, by arrival
+        self.began_s = config.warm_up_s
+        self.closed_s = math.inf  # when the window closed
+
+    def start(self) -> None:
+        """Begin what has its own time, or the first sessions where a number of them is under way."""
+        if self._concurrency:
+            for _ in range(self._concurrency):
+                self._next_session(0.0)
+        else:
+            for roots in self._sessions.values():
+                for place in roots:
+                    self._begin(place, self._trace.requests[place].arrival_s)
+
+    def arrived(self, place: int, now: float) -> None:
+        """Note the arrival of a request: it counts if the window is open."""
+        if self.began_s <= now < self._end_s and now < self.closed_s:
+            self._pending.add(place)
+            self.counted.append(place)
+            if len(self.counted) >= self._most:
+                self._close(now)
+
+    def ended(self, place: int, now: float) -> None:
+        """Note the end of a request, and begin what has waited for it alone."""
+        self._unended -= 1
+        self._pending.discard(place)
+        self._ended_s[place] = now
+        for follower in self._followers[place]:
+            self._waits_for[follower] -= 1
+            if not self._waits_for[follower]:
+                request = self._trace.requests[follower]
+                self._begin(follower, max(self._ended_s[each] for each in request.after) + request.think_s)
+        session = self._trace.session_of(place)
+        self._left[session] -= 1
+        if self._concurrency and not self._left[session]:
+            self._next_session(now)
+
+    def done(self, now: float) -> bool:
+        """Return True once all that count have ended and no other can come to count."""
+        return not self._unended or (not self._pending and now >= min(self._end_s, self.closed_s))
+
+    def share(self, now: float) -> float:
+        """Return the share of the run that is done, about."""
+        requests = len(self._trace)
+        return min(1.0, max(1 - self._unended / requests, now / self._end_s, len(self.counted) / self._most))
+
+    def _next_session(self, now: float) -> None:
+        session = next(self._to_come, None)
+        if session is None:
+            self._close(now)
+            return
+        for place in self._sessions[session]:
+            self._begin(place, now)
+
+    def _close(self, now: float) -> None:
+        self.closed_s = min(self.closed_s, max(now, self.began_s))
