@@ -100,7 +100,12 @@ def check_base(base: str) -> str:
     if scheme == "ipc":
         if not rest.startswith("/"):
             raise ConfigError(f"{base!r}: an ipc address needs an absolute path, like ipc:///tmp/pdbus/bus")
-        if len(rest.encode()) + _LONGEST_SUFFIX > _IPC_PATH_MAX:
+        try:
+            length = len(rest.encode())
+        except UnicodeEncodeError:
+            why = "the path has letters that this locale cannot read; set LC_ALL=C.UTF-8, or name another directory"
+            raise ConfigError(f"{base!r}: {why}") from None
+        if length + _LONGEST_SUFFIX > _IPC_PATH_MAX:
             raise ConfigError(f"{base!r}: the path is too long for a socket (at most {_IPC_PATH_MAX} bytes)")
     elif scheme == "tcp":
         host, _, port = rest.rpartition(":")

@@ -39,6 +39,7 @@ def test_tcp_endpoints_are_ports_in_a_row() -> None:
         ("ipc://relative/bus", "absolute path"),
         ("ipc:///" + "x" * 100, "too long"),
         ("ipc:///" + "é" * 50, "too long"),
+        ("ipc:///\udcc3\udcbc/bus", "this locale cannot read"),
         ("tcp://host", "a host and a port"),
         ("tcp://:5550", "a host and a port"),
         ("tcp://host:0", "a host and a port"),
