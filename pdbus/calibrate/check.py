@@ -58,7 +58,7 @@ def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float,
         progress("measuring the hand-over of a KV cache")
         config = replace(config, kv_fetch_token_s=_fetch_token_s(client, config, longest))
         trace = made_up(config, longest, duration_s)
-        live = summarise(replay_on(client, trace, METHOD, config, progress), config)
+        live = summarise(replay_on(cluster, trace, METHOD, config, progress), config)
     replayed = summarise(simulate(trace, METHOD, config), config)
     figures = {name: (getattr(live, field), getattr(replayed, field)) for name, field in FIELDS.items()}
     return Agreement(figures, config.kv_fetch_token_s, len(trace))

@@ -20,6 +20,7 @@ from pdbus.lab.config import LabConfig
 from pdbus.lab.formats import read_trace
 from pdbus.lab.generator import generate
 from pdbus.lab.progress import Progress
+from pdbus.lab.sessions import generate_sessions
 from pdbus.lab.traces import Trace
 
 Decorator = Callable[[Any], Any]
@@ -77,13 +78,18 @@ def run_virtual(runs: Sequence[Run], jobs: int, console: Console) -> list[Result
         return compare(runs, jobs=jobs, on_share=on_share)
 
 
-def traces_of(path: Path | None, duration_s: float | None, seeds: range) -> list[Trace]:
-    """Return one trace for each seed: generated ones of `duration_s` seconds (None: GENERATED_S), or the file `path`,
-    the same for each seed (the seed draws its jitter later), of which only the first `duration_s` seconds are used.
-    Raises ConfigError."""
+def traces_of(path: Path | None, duration_s: float | None, seeds: range, sessions: int = 0) -> list[Trace]:
+    """Return one trace for each seed. With a file it is the same trace; the seed draws its jitter, and the starts of
+    sessions without any, later. Without one it is generated: `sessions` of agents, or requests where that is 0.
+    `duration_s` None: the whole file. Raises ConfigError for a `duration_s` out of range and for a file that cannot be
+    read."""
     if duration_s is not None and not 1 <= duration_s <= 1e7:
         raise ConfigError(f"--duration-s must lie between 1 and 1e7, not {duration_s}")
+    if path is None and sessions:
+        return [generate_sessions(sessions, seed=seed) for seed in seeds]
     if path is None:
         return [generate(duration_s or GENERATED_S, seed=seed) for seed in seeds]
+    if sessions:
+        raise ConfigError(f"--sessions is for generated ones: {path} has its own")
     found = read_trace(path)
-    return [found if duration_s is None else found.first(duration_s)] * len(seeds)
+    return [found if duration_s is None or not found.timed else found.first(duration_s)] * len(seeds)

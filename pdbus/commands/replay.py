@@ -29,14 +29,14 @@ from pdbus.lab.traces import Trace
 DEFAULT_METHODS = "follow_bootstrap_room,round_robin,total_tokens,cache_aware,oracle"
 WIDTH = 160  # of a table outside a terminal
 _FROM_OPTIONS = (
-    "ranks", "decode_ranks", "load", "cache_blocks", "decode_kv_tokens", "decode_method", "chunk_tokens",
-    "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers",
-    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "tpot_admission", "overtake_tokens",
-    "slo_ttft_s", "slo_tpot_s", "seed",
+    "ranks", "decode_ranks", "load", "rate", "warm_up_s", "cache_blocks", "decode_kv_tokens", "decode_method",
+    "chunk_tokens", "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss",
+    "controllers", "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "tpot_admission",
+    "overtake_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
 )  # fmt: skip
 _ASKED = (
-    "methods", "queue_order", "seeds", "duration_s", "shrink", "timing", "timing_scale", "live", "engine", "model",
-    "engine_args",
+    "methods", "queue_order", "seeds", "duration_s", "requests", "sessions", "concurrency", "shrink", "timing",
+    "timing_scale", "live", "engine", "model", "engine_args",
 )  # fmt: skip
 
 
@@ -55,7 +55,14 @@ class _Command(click.Command):
 @setting("ranks", "Prefill ranks.")
 @setting("decode_ranks", "Decode ranks; 0: simulate prefill alone.")
 @setting("load", "Load as a share of the prefill ranks' capacity without cache hits; 0: the trace's own times.")
-@setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace (512 tokens).")
+@setting("rate", "Sessions (requests, where there are none) that start in a second, instead of --load; 0: by --load.")
+@option("--concurrency", metavar="N,N,...", default="", show_default=False,
+         help="Sessions (or requests) under way, instead of --load: the next starts when one has ended. Several: a row "
+         "each.")  # fmt: skip
+@setting("warm_up_s", "Leave the requests of the first seconds out of the figures.")
+@option("--requests", type=click.IntRange(1, 10_000_000), default=None, show_default=False,
+         help="Count only so many requests, from the warm-up on.")  # fmt: skip
+@setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace; 0: 2,048,000 tokens.")
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
 @setting("decode_method", "Method for decode ranks.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
@@ -81,7 +88,10 @@ class _Command(click.Command):
 @setting("slo_ttft_s", "Limit for a request's first token ...")
 @setting("slo_tpot_s", "... and for each further token, on average; both together are its SLO.")
 @option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
-         help=f"Use the trace's first seconds; without TRACE: the length [default: all, {GENERATED_S:g}]")  # fmt: skip
+         help=f"Use the trace's first seconds; with --concurrency or sessions without starts: count so many seconds of "
+         f"the run; without TRACE: the length [default: all, {GENERATED_S:g}]")  # fmt: skip
+@option("--sessions", type=click.IntRange(2, 100_000), default=None, show_default=False,
+         help="Without TRACE: generate so many sessions of coding agents, shaped as AIPerf's.")  # fmt: skip
 @setting("seed", "Seed for all random draws: jitter, lost reports, a generated trace.")
 @option("--seeds", type=click.IntRange(1, 1000), metavar="N", default=1,
          help="Runs of each method, from --seed on: means, with 95 % confidence intervals.")  # fmt: skip
@@ -105,15 +115,26 @@ def replay(trace: Path | None, **options: Any) -> None:
     It runs in virtual time, with the load table, policies and batching that also run live.
     """
     timing = timing_settings(options["timing"], options["timing_scale"])
-    config = LabConfig(**timing, **{name: options[name] for name in _FROM_OPTIONS})
+    config = LabConfig(
+        **timing, end_requests=options["requests"] or 0, **{name: options[name] for name in _FROM_OPTIONS}
+    )
     order = options["queue_order"]
-    orders = [replace(config, queue_order=name) for name in (("arrival", "slo") if order == "both" else (order,))]
+    orders = [
+        replace(config, queue_order=name, concurrency=number)
+        for name in (("arrival", "slo") if order == "both" else (order,))
+        for number in _concurrency(options["concurrency"])
+    ]
     methods = _methods(options["methods"])
     engine = _engine(options)
     if options["out"] is not None:
         prepare(options["out"])
     seeds = range(config.seed, config.seed + options["seeds"])
-    traces = [found.shrunk(options["shrink"]) for found in traces_of(trace, options["duration_s"], seeds)]
+    duration_s = options["duration_s"]
+    cut_s = None if options["concurrency"] and trace else duration_s  # else the run is cut, not the trace
+    read = traces_of(trace, cut_s, seeds, options["sessions"] or 0)
+    traces = [found.shrunk(options["shrink"]) for found in read]
+    if duration_s is not None and (options["concurrency"] or not traces[0].timed):
+        orders = [replace(each, end_s=config.warm_up_s + duration_s) for each in orders]
     console = Console(stderr=True, quiet=options["as_json"])
     if options["live"]:
         results = _live(traces, methods, orders, engine, console)
@@ -125,7 +146,7 @@ def replay(trace: Path | None, **options: Any) -> None:
             for seed, requests in zip(seeds, traces, strict=True)
         ]
         results = run_virtual(runs, options["jobs"], console)
-    title = _title(traces, config)
+    title = _title(traces, orders, results)
     asked = {name: options[name] for name in _ASKED}
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     if options["as_json"]:
@@ -205,6 +226,17 @@ def _gain(results: list[Result], method: str, orders: list[LabConfig]) -> str:
     )
 
 
+def _concurrency(text: str) -> list[int]:
+    """Return the numbers of sessions under way to try; 0 alone for starts at their times."""
+    try:
+        numbers = [int(each) for each in text.split(",")] if text else [0]
+    except ValueError:
+        raise ConfigError(f"--concurrency is a number, or some with commas between them, not {text!r}") from None
+    if text and not 1 <= min(numbers) <= max(numbers) <= 1_000_000:
+        raise ConfigError(f"--concurrency must lie between 1 and 1,000,000, not {text}")
+    return list(dict.fromkeys(numbers))
+
+
 def _methods(text: str) -> list[str]:
     names = list(METHODS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -212,13 +244,23 @@ def _methods(text: str) -> list[str]:
     return [check_method(name) for name in dict.fromkeys(names)]
 
 
-def _title(traces: list[Trace], config: LabConfig) -> str:
+def _title(traces: list[Trace], orders: list[LabConfig], results: list[Result]) -> str:
+    config = orders[0]
     first, last = traces[0], traces[-1]
     name = first.name if first.name == last.name else f"{first.name} to {last.name}"
     counts = sorted({len(trace) for trace in traces})
     requests = f"{counts[0]:,} requests" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,} requests"
     seeds = f", {len(traces)} seeds" if len(traces) > 1 else ""
     load = f"{config.load:.0%} load" if config.load else "its own rate"
+    if config.rate:
+        load = f"{config.rate:g} starts/s"
+    if config.concurrency:
+        under_way = dict.fromkeys(f"{order.concurrency:,}" for order in orders)
+        load = f"{', '.join(under_way)} {'sessions' if first.closed else 'requests'} under way"
+    counted = sorted({result.summary.requests for result in results})
+    if counted[0] < counts[-1]:
+        requests += f" (counted: {' to '.join(dict.fromkeys(f'{each:,}' for each in (counted[0], counted[-1])))}"
+        requests += f", after {config.warm_up_s:g} s)" if config.warm_up_s else ")"
     reports = f"reports {config.report_delay_s * 1e3:g} ms late, {config.report_loss:.0%} lost"
     several = f", {config.controllers} controllers" if config.controllers > 1 else ""
     return (

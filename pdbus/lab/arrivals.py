@@ -82,6 +82,10 @@ class Arrivals:
         """Return True once all that count have ended and no other can come to count."""
         return not self._unended or (not self._pending and now >= min(self._end_s, self.closed_s))
 
+    def until_s(self, ended_s: float) -> float:
+        """Return when requests ceased to count; in a run that ended at `ended_s` and counted all, that time."""
+        return min(self._end_s, self.closed_s, ended_s)
+
     def share(self, now: float) -> float:
         """Return the share of the run that is done, about."""
         requests = len(self._trace)

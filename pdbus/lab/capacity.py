@@ -35,7 +35,7 @@ def stretch(trace: Trace, config: LabConfig) -> Trace:
     `config.rate`; as it is with `config.concurrency`, where no time counts. Raises ConfigError for a trace without
     starts of its own that is given none of the three."""
     if config.concurrency:
-        return trace
+        return trace if trace.timed else trace.started(config.seed)  # in a drawn order
     if not trace.timed:
         if not (config.load or config.rate):
             raise ConfigError(

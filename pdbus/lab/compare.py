@@ -44,18 +44,22 @@ class Result:
     ttfts: list[float]
     sample_s: float
     load: list[list[int]]
+    concurrency: int = 0  # sessions under way; 0: they started at their times
 
 
 def row_of(method: str, config: LabConfig) -> str:
-    """Return the name of a method's row in tables, with the order of the queue unless that is the order of arrival."""
-    return method if config.queue_order == "arrival" else f"{method} {config.queue_order}"
+    """Return the name of a method's row in tables, with the order of the queue unless that is the order of arrival, and
+    with the number of sessions under way where that is fixed (`c16`)."""
+    order = "" if config.queue_order == "arrival" else f" {config.queue_order}"
+    return f"{method}{order}" + (f" c{config.concurrency}" if config.concurrency else "")
 
 
 def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
     """Return the result of a run that gave `outcome`, under `name`, or under its method's row name if that is empty."""
     load = [list(row) for row in outcome.load]
     summary = summarise(outcome, config)
-    return Result(name or row_of(outcome.method, config), config.seed, summary, ttfts(outcome), outcome.sample_s, load)
+    return Result(name or row_of(outcome.method, config), config.seed, summary, ttfts(outcome), outcome.sample_s, load,
+                  config.concurrency)  # fmt: skip
 
 
 def compare(

@@ -6,13 +6,13 @@ prompts, so that the nodes' caches find the same prefixes.
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import count
 from random import Random
 
@@ -20,7 +20,8 @@ from bus.errors import BusError, ConfigError, RequestFailed
 from bus.wire.messages import Status
 from controller.policies.registry import POLICIES, find
 from nodes.own.engines.sim import SIM_VOCAB_SIZE, SPECIALS
-from pdbus.client.sync import Client, Stream
+from pdbus.client import AsyncClient, Client
+from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
 from pdbus.lab.config import LabConfig
 from pdbus.lab.simulate import Outcome, RequestOutcome, rooms_of
@@ -70,9 +71,10 @@ def run_live(
         raise ConfigError("--live needs decode ranks")
     stretched = stretch(trace, config)
     spec = spec_of(method, config, trace.block_tokens, engine)
-    with Cluster(spec, on_progress) as cluster, cluster.client() as client:
-        _warm_up(client, config)
-        return replay_on(client, stretched, method, config, on_progress)
+    with Cluster(spec, on_progress) as cluster:
+        with cluster.client() as client:
+            _warm_up(client, config)
+        return replay_on(cluster, stretched, method, config, on_progress)
 
 
 def _warm_up(client: Client, config: LabConfig) -> None:
@@ -85,60 +87,108 @@ def _warm_up(client: Client, config: LabConfig) -> None:
 
 
 def replay_on(
-    client: Client, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
+    cluster: Cluster, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
 ) -> Outcome:
-    """Submit each request `arrival_s` seconds after the start to a cluster that serves nothing else, and return the
-    outcome once all have ended. Raises BusError when a request fails."""
-    rooms = rooms_of(trace, config)
-    prompts = [make_prompt(request, trace.block_tokens, number) for number, request in enumerate(trace.requests)]
-    outcome = Outcome(method, [RequestOutcome(request) for request in trace.requests], config.sample_s)
-    streams: list[Stream] = []
-    began = time.monotonic()
+    """Submit the trace's requests to a cluster that serves nothing else, at their times, and later turns of sessions
+    after the ends that they wait for. Return the outcome once all that count have ended; the others are cancelled then.
+    It blocks all that time. Raises BusError when a request fails."""
 
-    def sample() -> None:
-        outcome.load.append(_queued(client.status(), config.ranks))
-        passed_s = time.monotonic() - began
-        on_progress(f"{method}: {passed_s:.0f} of {trace.duration_s:.0f} s, {len(streams)} requests sent")
+    async def run() -> Outcome:
+        async with AsyncClient(cluster.controller, keys=cluster.spec.keys) as client:
+            return await _Replay(client, trace, method, config, on_progress).run()
 
-    with sampling(sample, config.sample_s):
-        for request, prompt, room in zip(trace.requests, prompts, rooms, strict=True):
-            time.sleep(max(0.0, began + request.arrival_s - time.monotonic()))
-            output = max(1, request.output_tokens)
-            streams.append(client.generate_tokens(prompt, max_tokens=output, ignore_eos=True, bootstrap_room=room))
-        for stream in streams:
-            _ = stream.result
-    for course, stream in zip(outcome.courses, streams, strict=True):
-        result = stream.result
+    return asyncio.run(run())
+
+
+class _Replay:
+    """A replay in real time; its seconds count from its start."""
+
+    def __init__(
+        self, client: AsyncClient, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
+    ) -> None:
+        self._client, self._trace, self._config, self._on_progress = client, trace, config, on_progress
+        self._rooms = rooms_of(trace, config)
+        self._courses = [RequestOutcome(request) for request in trace.requests]
+        self._arrivals = Arrivals(trace, config, self._begin)
+        self._outcome = Outcome(method, [], config.sample_s)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._came = 0
+
+    async def run(self) -> Outcome:
+        self._began = time.monotonic()
+        async with sampling(self._sample, self._config.sample_s):
+            self._arrivals.start()
+            try:
+                while not self._arrivals.done(self._now()):
+                    limit_s = max(0.0, self._config.end_s - self._now()) + 0.01 if self._config.end_s else None
+                    running = tuple(self._tasks)
+                    done, _ = await asyncio.wait(running, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                    self._tasks -= done
+                    for task in done:
+                        task.result()  # raises what it failed with
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+        outcome, arrivals = self._outcome, self._arrivals
+        outcome.courses = [self._courses[place] for place in sorted(arrivals.counted)]
+        outcome.began_s, outcome.ended_s = arrivals.began_s, self._now()
+        outcome.until_s = arrivals.until_s(outcome.ended_s)
+        _totals(outcome, await self._client.status(), self._config)
+        return outcome
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _begin(self, place: int, at_s: float) -> None:
+        self._tasks.add(asyncio.get_running_loop().create_task(self._one(place, at_s)))
+
+    async def _one(self, place: int, at_s: float) -> None:
+        """Run a request from its arrival to its end."""
+        course = self._courses[place]
+        prompt = make_prompt(course.request, self._trace.block_tokens, place)  # before its time has come
+        await asyncio.sleep(at_s - self._now())
+        course.arrived_s = self._now()
+        self._arrivals.arrived(place, course.arrived_s)
+        self._came += 1
+        output, room = max(1, course.request.output_tokens), self._rooms[place]
+        stream = await self._client.generate_tokens(prompt, max_tokens=output, ignore_eos=True, bootstrap_room=room)
+        result = await stream.wait()
         if result.finish != "length" or result.prefill is None or result.decode is None:
             raise BusError(f"a request of the live run failed: {RequestFailed(result.code, result.message)}")
         course.prefill_rank, course.decode_rank = result.prefill.dp_rank, result.decode.dp_rank
-        course.first_token_s = course.request.arrival_s + result.ttft_s
-        course.finished_s = course.request.arrival_s + result.total_s
-    outcome.ended_s = time.monotonic() - began
-    _totals(outcome, client.status(), config)
-    return outcome
+        course.first_token_s = course.arrived_s + result.ttft_s
+        course.finished_s = course.arrived_s + result.total_s
+        self._arrivals.ended(place, course.finished_s)
+
+    async def _sample(self) -> None:
+        status = await self._client.status()
+        if self._now() >= self._arrivals.began_s:
+            self._outcome.load.append(_queued(status, self._config.ranks))
+        share = self._arrivals.share(self._now())
+        self._on_progress(f"{self._outcome.method}: {self._now():.0f} s, {self._came} requests sent, {share:.0%} done")
 
 
-@contextmanager
-def sampling(sample: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Call `sample` now and every `every_s` seconds, on a thread, until the end of the `with`. If the block raises
-    nothing, an error of `sample` is raised at its end."""
-    ended = threading.Event()
+@asynccontextmanager
+async def sampling(sample: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
+    """Await `sample` now and every `every_s` seconds until the end of the `async with`. If the block raises nothing, an
+    error of `sample` is raised at its end."""
 
-    def run() -> None:
-        began = time.monotonic()
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         for number in count(1):
-            sample()
-            if ended.wait(max(0.0, began + number * every_s - time.monotonic())):
-                return
+            await sample()
+            await asyncio.sleep(began + number * every_s - loop.time())
 
-    with ThreadPoolExecutor(1, "samples") as pool:
-        samples = pool.submit(run)
-        try:
-            yield
-        finally:
-            ended.set()
-    samples.result()
+    task = asyncio.create_task(run())
+    try:
+        yield
+    finally:
+        failed = task.done()
+        task.cancel()
+    if failed:
+        await task
 
 
 def make_prompt(request: TraceRequest, block_tokens: int, number: int) -> array[int]:
@@ -146,10 +196,18 @@ def make_prompt(request: TraceRequest, block_tokens: int, number: int) -> array[
     `number`, which must be different for each request."""
     prompt = array("i")
     for block in range(request.prompt_tokens // block_tokens):
-        name = f"{request.hashes[block]}" if block < len(request.hashes) else f"own {number} {block}"
-        prompt.extend(_tokens(name, block_tokens))
+        if block < len(request.hashes):
+            prompt.extend(_block(request.hashes[block], block_tokens))
+        else:
+            prompt.extend(_tokens(f"own {number} {block}", block_tokens))
     prompt.extend(_tokens(f"rest {number}", request.prompt_tokens - len(prompt)))
     return prompt
+
+
+@lru_cache(1 << 14)
+def _block(block_hash: int, count: int) -> array[int]:
+    """Return the tokens of a block that may come in many prompts."""
+    return _tokens(f"{block_hash}", count)
 
 
 def _tokens(name: str, count: int) -> array[int]:
@@ -231,7 +289,7 @@ def _with_sim(spec: ClusterSpec, config: LabConfig, block_tokens: int) -> Cluste
         node_args=(*map(str, common), *timing),
         prefill_args=(
             "--kv-tokens",
-            str(config.cache_blocks * block_tokens),
+            str(config.blocks(block_tokens) * block_tokens),
             "--max-running",
             str(config.prefill_running),
         ),

@@ -57,12 +57,15 @@ def prepare(directory: Path) -> None:
 
 
 def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[Path]:
-    """Draw `methods.png`, `ttft.png` and `load.png` in `directory`, and return their paths. `title` is printed above
-    each. Raises ConfigError as `prepare` does, or when a file cannot be written."""
+    """Draw `methods.png`, `ttft.png` and `load.png` in `directory`, and `throughput.png` where there are several
+    numbers of sessions under way; return their paths. `title` is printed above each. Raises ConfigError as `prepare`
+    does, or when a file cannot be written."""
     prepare(directory)
     from matplotlib import pyplot
 
     draws: dict[str, Callable[..., Any]] = {"methods": _draw_methods, "ttft": _draw_ttft, "load": _draw_load}
+    if len({result.concurrency for result in results}) > 1:
+        draws["throughput"] = _draw_throughput
     paths = []
     for name, draw in draws.items():
         paths.append(directory / f"{name}.png")
@@ -172,6 +175,37 @@ def _draw_ttft(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any
     axes.set_title(f"Time to first token: further left is better{bands}\n{title}", loc="left", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8, handlelength=4)
+    return figure
+
+
+def _draw_throughput(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
+    """Draw mean TTFT and mean TPOT over requests/s, one point for each number of sessions under way: in a closed loop
+    the two go together, because a method that answers sooner is asked more."""
+    lines: dict[str, list[list[Result]]] = {}
+    for method, runs in methods.items():
+        lines.setdefault(method.replace(f" c{runs[0].concurrency}", ""), []).append(runs)
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    for axes, field in zip(panels, ("ttft_mean_s", "tpot_mean_s"), strict=True):
+        column = next(column for column in COLUMNS if column.field == field)
+        for method, points in lines.items():
+            points.sort(key=lambda runs: runs[0].concurrency)
+            rates = [estimate_of(runs, "requests_per_s").mean for runs in points]
+            found = [estimate_of(runs, field) for runs in points]
+            half = [0.0 if math.isnan(each.half_width) else each.half_width * column.scale for each in found]
+            means = [each.mean * column.scale for each in found]
+            axes.errorbar(rates, means, yerr=half, marker="o", markersize=4, capsize=2, label=method, **look_of(method))
+            for rate, mean, runs in zip(rates, means, points, strict=True):
+                axes.annotate(f"{runs[0].concurrency}", (rate, mean), xytext=(4, 4), textcoords="offset points",
+                              fontsize=7, color="#444444")  # fmt: skip
+        axes.set_xlabel("requests in a second; further right is better", fontsize=8)
+        unit = "seconds" if field == "ttft_mean_s" else "milliseconds"
+        axes.set_title(f"{column.heading[0]} mean, {unit}; further down is better", fontsize=9)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(fontsize=8, handlelength=4)
+    figure.suptitle(f"Latency over throughput, by sessions under way\n{title}", fontsize=9, x=0.01, ha="left")
     return figure
 
 

@@ -197,7 +197,7 @@ class _Run:
         outcome = self.outcome
         outcome.courses = [self.courses[number] for number in sorted(arrivals.counted)]
         outcome.began_s, outcome.ended_s = arrivals.began_s, loop.now
-        outcome.until_s = min(arrivals.closed_s, self.config.end_s or math.inf, loop.now)
+        outcome.until_s = arrivals.until_s(loop.now)
         elapsed_s = loop.now - outcome.began_s
         outcome.prefill_busy = _busy(self.prefill.ranks, self.busy_before[0], elapsed_s)
         outcome.decode_busy = _busy(self.decode.ranks, self.busy_before[1], elapsed_s)

@@ -48,6 +48,8 @@ COLUMNS = (
     Column("regret_mean_tokens", ("regret", "tokens"),
            "tokens to be computed before the first one at the rank chosen, beyond those at the rank that was best at "
            "that moment, caches included; 0 is a perfect choice each time", 0),
+    Column("requests_per_s", ("req", "/s"), "requests that came, in a second of the time that counts", 2),
+    Column("goodput_per_s", ("good", "/s"), "of those, the ones within both limits", 2),
     Column("prefill_busy", ("busy", ""), "share of the time that prefill ranks computed", 0, 1e2, "%"),
 )  # fmt: skip
 

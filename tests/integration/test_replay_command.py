@@ -121,6 +121,8 @@ def test_markdown() -> None:
         (("--report-loss", "1"), "--report-loss must lie in 0..1"),
         (("--duration-s", "0"), "--duration-s must lie"),
         (("--live", "--methods", "oracle"), "--live runs what a controller can"),
+        (("--concurrency", "two"), "--concurrency is a number, or some with commas between them"),
+        (("--concurrency", "0"), "--concurrency must lie between 1 and 1,000,000"),
         (("--engine", "vllm"), "--engine vllm is for --live"),
         (("--live", "--model", "smollm2"), "--model and --engine-args are for --engine vllm"),
         (("--live", "--engine", "vllm", "--engine-args", "'--x"), "--engine-args: No closing quotation"),
@@ -160,3 +162,33 @@ def test_live_orders_take_turns_with_the_same_requests() -> None:
     rows = [line.split("|")[1].strip(" `") for line in done.stdout.splitlines()[2:]]
     kinds = ("", " (virtual)")
     assert rows == [f"total_tokens{order}{kind}" for order in ("", " slo") for kind in kinds]
+
+
+def test_sessions_by_number_under_way(tmp_path: Path) -> None:
+    out = tmp_path / "plots"
+    done = replay("--sessions", "8", "--concurrency", "2,3", "--methods", "round_robin,cache_aware", "--ranks", "2",
+                  "--decode-ranks", "2", "--warm-up-s", "20", "--jobs", "1", "--out", str(out))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2, 3 sessions under way" in done.stdout
+    assert "after 20 s)" in done.stdout
+    assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG\r\n")
+    found = json.loads((out / "replay.json").read_text())["methods"]
+    assert list(found) == ["round_robin c2", "round_robin c3", "cache_aware c2", "cache_aware c3"]
+    assert found["cache_aware c3"]["requests_per_s"] > found["cache_aware c2"]["requests_per_s"]
+
+
+def test_live_sessions_come_after_their_answers(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": f"{session}", "input_length": 700, "output_length": 8, "hash_ids": [3 * session + turn]}
+        | ({"delay": 50.0} if turn else {"timestamp": 100.0 * session})
+        for session in range(6)
+        for turn in range(3)
+    ]
+    trace = tmp_path / "turns.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    done = replay(str(trace), "--live", "--ranks", "1", "--decode-ranks", "1", "--concurrency", "2", "--methods",
+                  "cache_aware", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    live, virtual = json.loads(done.stdout)["methods"].values()
+    assert live["requests"] > 10 < virtual["requests"]
+    assert live["cache_hit_rate"] == pytest.approx(virtual["cache_hit_rate"], abs=0.15)

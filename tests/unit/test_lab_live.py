@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -60,22 +60,29 @@ def test_the_virtual_run_beside_a_live_one_has_the_timing_of_its_engine() -> Non
 
 
 def test_load_is_sampled_until_the_last_request_has_ended() -> None:
-    sampled, again = threading.Event(), threading.Event()
+    async def run() -> None:
+        sampled, again = asyncio.Event(), asyncio.Event()
 
-    def sample() -> None:
-        (again if sampled.is_set() else sampled).set()
+        async def sample() -> None:
+            (again if sampled.is_set() else sampled).set()
 
-    with sampling(sample, 0.001):
-        assert sampled.wait(60)
-        assert again.wait(60), "also while nothing is sent any more"
+        async with sampling(sample, 0.001), asyncio.timeout(60):
+            await sampled.wait()
+            await again.wait()  # also while nothing is sent any more
+
+    asyncio.run(run())
 
 
 def test_a_sample_that_fails_fails_the_run() -> None:
-    def sample() -> None:
-        raise ValueError("no controller answers")
+    async def run() -> None:
+        async def sample() -> None:
+            raise ValueError("no controller answers")
 
-    with pytest.raises(ValueError, match="no controller"), sampling(sample, 60):
-        pass
+        async with sampling(sample, 60):
+            await asyncio.sleep(0)
+
+    with pytest.raises(ValueError, match="no controller"):
+        asyncio.run(run())
 
 
 def test_rooms_are_drawn_alike_in_virtual_time_and_live() -> None:
