@@ -59,7 +59,7 @@ class Group:
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     return [*_several(scope), *_balance(scope), *_many_ranks(scope)]
 
 

@@ -23,7 +23,7 @@ class Measured:
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     rows: list[Row] = []
     for tokens, limit in CASES:
         rows += _case(scope, tokens, limit)

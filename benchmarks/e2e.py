@@ -48,7 +48,7 @@ WAIT_MS = 10_000
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     figures: dict[str, list[float]] = {name: [] for name in HOPS}
     hops: list[float] = []
     count = scope.size(100, 20)

@@ -52,7 +52,7 @@ class Side:
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     with Workspace() as space:
         load = space.part("edge_parts:load")
         load.wait_ready()

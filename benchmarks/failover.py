@@ -33,7 +33,7 @@ NODES = (
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     rows = []
     for transport in TRANSPORTS[: scope.size(2, 1)]:
         scope.show(f"starting two node processes over {transport}")

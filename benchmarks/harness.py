@@ -85,7 +85,8 @@ def row(
     floors: Sequence[float] = (),
     aim: Aim | None = None,
 ) -> Row:
-    """Return the row of the runs' `values` and of the `floors` measured between them (empty: there is no floor)."""
+    """Return the row of the runs' `values` and of the `floors` measured between them (empty: there is no floor). `aim`
+    None: there is no aim."""
     value = statistics.median(values)
     floor = statistics.median(floors) if floors else None
     ratio = value / floor if floor else None

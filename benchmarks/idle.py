@@ -14,7 +14,7 @@ AIM = Aim(1.0, of_ratio=False)
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     figures: dict[str, list[float]] = {"broker": [], "controller": [], "broker + controller": [], "a node": []}
     with Workspace() as space:
         scope.show(f"starting broker, controller and {NODES} sim nodes")

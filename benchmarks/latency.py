@@ -13,7 +13,7 @@ SHARES = {"p50": 0.5, "p99": 0.99}
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     rows: list[Row] = []
     for tokens in TOKENS:
         rows += _case(scope, tokens)

@@ -74,7 +74,7 @@ CASES = (
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     figures: dict[tuple[str, Case], list[float]] = {}
     with Workspace() as space:
         scope.show("starting broker, controller, ranks and clients")

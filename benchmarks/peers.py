@@ -31,7 +31,8 @@ Figures = dict[tuple[str, str, str], list[float]]  # by case, side, metric
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows. A peer without a Python is left out, with a note."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows. A peer
+    without a Python is left out, with a note."""
     found = {name: python for name, peer in PEERS.items() if (python := _python_of(name, peer, scope))}
     ours, figures = _ours(scope), Figures()
     with Workspace() as space:

@@ -45,7 +45,7 @@ AIM_HITS_US = 10.0  # with 512 ranks
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     rows = []
     for method in POLICIES:
         for ranks in RANKS:

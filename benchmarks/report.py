@@ -20,7 +20,7 @@ AIM_US = Aim(5.0, of_ratio=False)
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     scope.show(f"{RANKS:,} ranks, {scope.size(20, 4)} reports each")
     taken = in_child("report:measure", reports=scope.size(20, 4))
     share = [us * RANKS * HZ / 1e4 for us in taken["ours"]]

@@ -24,7 +24,7 @@ AIM_PAUSE_MS = Aim(2.0, of_ratio=False)
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     return [*_one_room(scope), *_many_rooms(scope), *_expiry(scope)]
 
 

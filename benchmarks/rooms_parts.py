@@ -1,4 +1,5 @@
-"""The processes of `rooms` on our side: one that publishes registrations, one that watches and asks.
+"""The processes of `rooms` on our side: one that publishes registrations, one that watches and asks. (A
+room is the number of a request; its registration tells the broker which rank prefills it.)
 
 Both use the cores that nodes use on their own loop (`bus.embed.publications`, `bus.embed.resolution`) where one room's
 way is timed; registrations in bulk are encoded beforehand, so that the broker is what is measured.
@@ -211,7 +212,7 @@ def receive(dealer: Socket) -> Message:
 
 
 def ask(dealer: Socket, message: Message) -> Message:
-    """Send a message and return the broker's next message."""
+    """Send a message, and wait for and return the broker's next message. Raises TimeoutError after WAIT_S."""
     send(dealer, message)
     return receive(dealer)
 

@@ -14,7 +14,7 @@ AIM = Aim(1.5)
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     cpu: dict[int, list[float]] = {}
     idle: dict[int, list[float]] = {}
     memory: dict[int, float] = {}

@@ -48,7 +48,7 @@ class Controller:
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     return [*_rooms(scope), *_dispatch(scope), *_bursts(scope)]
 
 

@@ -130,7 +130,8 @@ class Manager(SimpleNamespace):
 
 def rooms(folder: str, bootstrap_port: int, method: str | None, count: int) -> dict[str, list[float]]:
     """Register `count` rooms and return, for each, the microseconds of CommonKVSender's call on its thread
-    (`registered`), and from its begin until a decode rank's query knows the room (`known`)."""
+    (`registered`), and from its begin until a decode rank's query knows the room (`known`). `method` None: without the
+    plugin."""
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
 
     hosted = Hosted(
@@ -164,7 +165,7 @@ def controller(
 ) -> None:
     """Run a DP controller until the parent has gone: first time `dispatches` of its choices and sends, then run its
     real loop. It sends the parent one JSON line: these times in µs of CPU, where it takes requests, and encoded
-    requests with random prompts of these `lengths`."""
+    requests with random prompts of these `lengths`. `method` None: without the plugin."""
     hosted = Hosted(Path(folder), endpoints, bootstrap_port, method, sglang_method=sglang_method)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 500) for _ in range(length)] for length in lengths]

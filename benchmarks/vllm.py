@@ -53,7 +53,8 @@ class Way:
 
 
 def run(scope: Scope) -> list[Row]:
-    """Measure and return the rows. Raises ConfigError if vLLM is not installed."""
+    """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows. Raises
+    ConfigError if vLLM is not installed."""
     versions.check_installed(split=False)
     with Workspace() as space:
         ways = [make(space, scope) for make in (_direct, _bus, _http)]

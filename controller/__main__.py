@@ -1,4 +1,6 @@
-"""`python -m controller`: the controller as a process. This module owns its options and signals."""
+"""`python -m controller`: the controller as a process. It runs until SIGINT or SIGTERM,
+prints READY once the broker is heard, and exits 2 on a bad setting, 3 where there is no broker. This module owns its
+options and signals."""
 
 from __future__ import annotations
 

@@ -48,12 +48,12 @@ class ControllerConfig:
     hang_s: float = 10.0
     stale_s: float = defaults.STALE_S
     settle_s: float = 0.5
-    sent_interval_s: float = 0.05  # between counters told to other controllers, at least
+    sent_interval_s: float = 0.05  # at least, between publications of the counters to other controllers
     request_overcommit: float = 2.0  # outstanding requests of a rank, as a multiple of its run slots
     kv_overcommit: float = 1.0  # decode, unified: tokens of a rank, as a multiple of its KV capacity
     prefill_overcommit: float = 4.0  # prefill: tokens queued at a rank, as a multiple of its KV capacity
     queue_order: Literal["arrival", "slo"] = "arrival"  # `slo`: what can still keep its TTFT first
-    ttft_slo_s: float = 2.0  # `slo`: of requests that name none
+    ttft_slo_s: float = 2.0  # `slo`: of requests that state none
     tpot_slo_s: float = 0.0  # `slo`: the wanted time per further token, on average; 0: no limit
     slo_classes: tuple[SloClass, ...] = ()  # `slo`: both by the name of a class, or of a client's key
     late_tokens: int = 2_048  # `slo`: a prompt goes to ranks when one of them has less than this queued

@@ -113,10 +113,10 @@ class Dispatcher:
     ) -> bool:
         """Hand over one request, without waiting: `frames` are the prompt (int32 little-endian token ids) and its
         params, each bytes or whatever else has a buffer (`array`, numpy's arrays), passed on as they are; the rest is
-        what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of the ranks' KV blocks:
-        the prompt is hashed here in blocks of it, unless `block_hashes` (`bus.wire.hashing.pack_hashes`) say what it
-        begins with, as they must where the params have a `cache_salt`. To resume what lost its rank: prompt and output
-        so far, `offset` tokens of the latter, and a higher `attempt`.
+        what `bus.wire.messages.Submit` carries (None: not chosen). For `cache_aware`, `block_tokens` is the size of the
+        ranks' KV blocks: the prompt is hashed here in blocks of it, unless `block_hashes`
+        (`bus.wire.hashing.pack_hashes`) say what it begins with, as they must where the params have a `cache_salt`. To
+        resume what lost its rank: prompt and output so far, `offset` tokens of the latter, and a higher `attempt`.
 
         Return false when too many are under way, or this rid is: try again after `poll`. Raises ConfigError without a
         bootstrap_room where ranks are joined or picked by it, and for a rid that is no string. Other bad requests come

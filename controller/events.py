@@ -1,5 +1,6 @@
-"""The events of the controller's core, and its actions besides `bus.actions.Publish` (publish on the bus) and `Note`
-(log).
+"""The events that the controller's core takes, and the actions that it returns for others to carry out, besides
+`bus.actions.Publish` (publish on the bus) and `Note` (log). A node serves ranks, each a copy of the model; a `rid` is a
+request's id.
 
 Peers are opaque to the core: routing ids of one of the two ROUTER sockets, so clients and nodes have actions of their
 own. This module owns only these shapes. They form no cycles: the garbage collector need not look at them.

@@ -1,4 +1,5 @@
-"""The health of ranks: which may get dispatches, and why the others may not. Pure: `now` is an argument.
+"""The health of ranks (a rank is one copy of the model, at a node): which may get dispatches (requests to run), and why
+the others may not. Pure: `now` is an argument.
 
 Three independent signs decide (the direct connection, the bus, the step counter):
 
@@ -142,7 +143,7 @@ class Health:
             pulse.cut_at = now
 
     def drain(self, key: MemberKey) -> None:
-        """Record that an operator wants the rank to take nothing new."""
+        """Record that an operator wants the rank to take nothing new, until its next start."""
         pulse = self.liveness.get(key)
         if pulse is not None:
             pulse.drain = True
@@ -154,7 +155,7 @@ class Health:
             pulse.declared = "gone"
 
     def forget(self, key: MemberKey) -> None:
-        """Drop a rank."""
+        """Drop a rank; an unknown one is no error."""
         self.liveness.pop(key, None)
 
     # --- verdicts ---------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from controller.feeds.sequence import Deliver, Replay, Sequencer, Step
 
 
 class Learned(Struct, frozen=True, gc=False):
-    """The result of a message: changes for the prefix index, and the start of a replay to ask for, if any."""
+    """The result of a message: changes for the prefix index, and the sequence number to ask a replay from (None: no
+    replay)."""
 
     changes: Changes
     replay_from: int | None = None
@@ -56,7 +57,8 @@ class Follower:
         return self._learned(self.sequence.live(seq, payload))
 
     def replayed(self, frames: Sequence[bytes]) -> Learned:
-        """Take an answer to a replay. Raises RemoteProtocolError when it has no sequence number."""
+        """Take an answer to a replay, and return as `live` does. Raises RemoteProtocolError when it has no sequence
+        number."""
         return self._learned(self.sequence.replayed(*split_frames(frames)))
 
     def unanswered(self) -> Learned:

@@ -234,7 +234,7 @@ class Group:
         self._facts = self._same_block_size = None
 
     def validate(self) -> None:
-        """Check that counts and indexes agree with the members."""
+        """Check, for tests, that counts and indexes agree with the members. Raises AssertionError if they do not."""
         ranks = [rank for rank in self.members if rank is not None]
         assert self.ready == Counter(rank.info.model for rank in ranks if rank.ready), "ready count"
         assert sum(len(ranks_of) for ranks_of in self._instances.values()) == len(ranks), "instances"

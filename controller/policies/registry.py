@@ -75,8 +75,8 @@ def find(method: str) -> Factory | None:
 
 
 def make_policy(method: str, settings: PolicySettings | None = None, on_fault: OnFault | None = None) -> Policy:
-    """Return a new policy of `method` (from `resolve`), under a Guard unless it is one of ours; without `on_fault` a
-    fault raises BusError. Raises ConfigError when it cannot be made."""
+    """Return a new policy of `method` (from `resolve`), under a Guard unless it is one of ours. `settings` None: the
+    defaults; `on_fault` None: a fault of the policy raises BusError. Raises ConfigError when it cannot be made."""
     factory = find(method)
     assert factory is not None, method
     try:

@@ -52,7 +52,8 @@ class Unclear:
             del self.attempts[rid]
 
     def given_up(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt, Room | None]]:
-        """Return which of these running legs were given up, with their rooms; the caller cancels them."""
+        """Return which of these running legs were given up, with their rooms (None: unknown); the caller cancels
+        them."""
         return [
             (rid, attempt, known[1])
             for rid, attempt in running

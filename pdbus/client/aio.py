@@ -70,8 +70,10 @@ class AsyncClient(BaseClient):
     async def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """Submit `text`; see `Client.generate`. Return once it is submitted; before that it may wait for the
-        controller's answer, and for the tokenizer (loaded in a thread)."""
+        """Submit `text` as a user's turn in the model's chat template, after the system message `system` (None: none);
+        the stream's pieces carry text. With `chat` false, submit it as it is. Return once it is submitted; before that
+        it may wait for the controller's answer, and for the tokenizer (loaded in a thread). Errors are those of
+        `Client.generate`."""
         check_text(text)
         check_options(options)
         channel = await self._channel()
@@ -82,25 +84,29 @@ class AsyncClient(BaseClient):
         return await self._begin(channel, ids, options, its)
 
     async def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> AsyncStream:
-        """Submit token ids; see `Client.generate_tokens`. Return once they are submitted; the first call may wait for
-        the controller's answer."""
+        """Submit token ids; the stream's pieces carry ids alone. Return once they are submitted; the first call may
+        wait for the controller's answer. Errors are those of `Client.generate_tokens`."""
         check_options(options)
         return await self._begin(await self._channel(), ids, options, None)
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
-        """Return the controller's status; see `Client.status`."""
+        """Return the controller's status: its ranks and counts. Raises PeerLost when it does not answer within
+        `timeout_s` (None: `connect_timeout_s`)."""
         return await asyncio.wrap_future(self._ask_status(await self._channel(), timeout_s))
 
     async def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
-        """Return the trace of a request; see `Client.trace`."""
+        """Return what controller and ranks recorded of the request `rid`; see `Client.trace`. Raises RequestFailed when
+        this client may not see it, and PeerLost as `status` does."""
         return await asyncio.wrap_future(self._ask_trace(await self._channel(), rid, timeout_s))
 
     async def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
-        """Drain a rank; see `Client.drain`."""
+        """Order a rank to finish its requests and leave; return when the controller has taken the order. Errors are
+        those of `Client.drain`."""
         await asyncio.wrap_future(self._ask_drain(await self._channel(), instance, dp_rank, timeout_s))
 
     async def drain_role(self, role: Role, model: str = "", *, timeout_s: float | None = None) -> None:
-        """Drain all ranks of a role; see `Client.drain_role`."""
+        """Drain all ranks of a role, of one model or of all models (empty), as `drain` does; see
+        `Client.drain_role`."""
         await asyncio.wrap_future(self._ask_drain_role(await self._channel(), role, model, timeout_s))
 
     async def _begin(

@@ -99,7 +99,8 @@ class LoopChannel:
         until: Callable[[A], bool] | None = None,
         repeat_s: float = REPEAT_S,
     ) -> Future[A]:
-        """Ask a question; see `Channel.ask`."""
+        """Ask `controller` a question and return the answer's future at once; see `Channel.ask`. Raises ConfigError
+        when `make` rejects its arguments."""
         check_question(make, timeout_s)
         self._raise_if_over()
         answer: Future[A] = Future()

@@ -40,8 +40,8 @@ class Likelihoods:
         return {"content": content, "refusal": None}
 
     def completion(self) -> dict[str, Any]:
-        """Return what was added since the last call, in the form of text completions. The chosen token is listed among
-        the most likely ones in any case."""
+        """Return what was added since the last call, in the form of text completions: `text_offset` counts characters
+        of the answer. The chosen token is listed among the most likely ones, where there are any."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, it in self._take():
             text = self._name(token)

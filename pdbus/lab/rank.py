@@ -106,8 +106,8 @@ class VirtualRank:
         return load if run is None else replace(load, kv_tokens=load.kv_tokens + run.rows * run.done(self._loop.now))
 
     def state(self, before_ingest: bool = False) -> tuple[Load, DecodeRun | None]:
-        """Return the parts of `load`, valid until the next change; only the KV tokens of the decode run grow
-        meanwhile."""
+        """Return the parts of `load`: a load, and the running decode run (None: there is none), by which its KV tokens
+        grow. Valid until the next change."""
         s = self.scheduler
         waiting, waiting_tokens = s.waiting, s.waiting_tokens
         if before_ingest:

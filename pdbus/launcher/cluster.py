@@ -79,7 +79,8 @@ class Cluster:
 
     def start(self) -> Cluster:
         """Start all parts and wait until they are READY. On failure the started parts are stopped again. Raises
-        StartError if the cluster runs already; it then goes on running."""
+        StartError when a part does not start or the cluster runs already (it then goes on running), and ConfigError for
+        settings that cannot be used, such as a `log_dir` that cannot be written."""
         if self._inherited:
             type(self).__init__(self, self.spec, self._progress, restarts=self._restarts, notify=self._notify)
         if self._directory is not None:

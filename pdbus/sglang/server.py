@@ -1,4 +1,5 @@
-"""The hooks in a server's main process: the broker beside the bootstrap server, and the choice of SGLang's method."""
+"""The hooks in a server's main process: the broker beside the bootstrap server, and the choice of SGLang's method.
+A nonce is the number drawn at a server's start, which its processes share; a room is SGLang's number of a request."""
 
 from __future__ import annotations
 

@@ -121,7 +121,8 @@ class RankFigures:
 
     @property
     def tokens_s(self) -> float | None:
-        """The rank's main rate: computed prompt tokens of a prefill rank, output tokens of others."""
+        """The rank's main rate a second: computed prompt tokens of a prefill rank, output tokens of others. None: not
+        known."""
         if self.rank.role != "prefill":
             return self.output_s
         return self.computed_s
