@@ -17,7 +17,8 @@ from pdbus.lab.traces import Trace
 
 class Arrivals:
     """The arrivals of one run. `begin(place, at_s)` is called once for each request, as soon as the time of its arrival
-    is known; the caller calls `arrived` then and `ended` at its end. Times in seconds of the run."""
+    is known; the caller calls `arrived` then and `ended` at its end. A `place` is an index in `trace.requests`; times
+    are in seconds of the run."""
 
     def __init__(self, trace: Trace, config: LabConfig, begin: Callable[[int, float], None]) -> None:
         requests = trace.requests
@@ -46,7 +47,7 @@ class Arrivals:
         self.closed_s = math.inf  # when the window closed
 
     def start(self) -> None:
-        """Begin what has its own time, or the first sessions where a number of them is under way."""
+        """Begin all first requests of sessions at their own times; with `config.concurrency`, so many sessions at 0."""
         if self._concurrency:
             for _ in range(self._concurrency):
                 self._next_session(0.0)
@@ -56,7 +57,7 @@ class Arrivals:
                     self._begin(place, self._trace.requests[place].arrival_s)
 
     def arrived(self, place: int, now: float) -> None:
-        """Note the arrival of a request: it counts if the window is open."""
+        """Note the arrival of a request: it counts (in `counted`) if the window is open."""
         if self.began_s <= now < self._end_s and now < self.closed_s:
             self._pending.add(place)
             self.counted.append(place)
@@ -64,7 +65,8 @@ class Arrivals:
                 self._close(now)
 
     def ended(self, place: int, now: float) -> None:
-        """Note the end of a request, and begin what has waited for it alone."""
+        """Note the end of a request. Begin the turns that waited only for it, after their think time, and with
+        `config.concurrency` the next session, if this one has ended."""
         self._unended -= 1
         self._pending.discard(place)
         self._ended_s[place] = now
@@ -83,11 +85,11 @@ class Arrivals:
         return not self._unended or (not self._pending and now >= min(self._end_s, self.closed_s))
 
     def until_s(self, ended_s: float) -> float:
-        """Return when requests ceased to count; in a run that ended at `ended_s` and counted all, that time."""
+        """Return when requests ceased to count: when the window closed, or `ended_s` (the run's end) if sooner."""
         return min(self._end_s, self.closed_s, ended_s)
 
     def share(self, now: float) -> float:
-        """Return the share of the run that is done, about."""
+        """Return the share of the run that is done, from 0 to 1: an estimate, to show progress."""
         requests = len(self._trace)
         return min(1.0, max(1 - self._unended / requests, now / self._end_s, len(self.counted) / self._most))
 

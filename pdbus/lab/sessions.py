@@ -18,19 +18,20 @@ from pdbus.lab.traces import BLOCK_TOKENS, Trace, TraceRequest, in_order
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A log-normal distribution by its mean and median, cut at `most`."""
+    """A log-normal distribution by its mean and median; values above `most` become `most`. The mean is not below the
+    median."""
 
     mean: float
     median: float
     most: float = math.inf
 
     def draw(self, rng: random.Random) -> float:
-        """Return a value; without `most` its mean and median would be those."""
+        """Return a random value from `rng`."""
         sigma = math.sqrt(2 * math.log(self.mean / self.median))
         return min(self.most, rng.lognormvariate(math.log(self.median), sigma))
 
     def count(self, rng: random.Random) -> int:
-        """Return a value as a number of tokens, at least one."""
+        """Return a random value as a whole number, at least 1."""
         return max(1, round(self.draw(rng)))
 
 

@@ -2,7 +2,8 @@
 
 A request without `after` arrives at its own time, whatever became of the others (an open loop). One with `after` is a
 later turn of a session: it arrives `think_s` after the last of those has ended, so that slow answers delay it (a closed
-loop). A session forks where two requests follow one, and joins where one request follows two.
+loop). A place is an index in `Trace.requests`. A session forks where two requests follow one, and joins
+where one request follows two.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Trace:
 
     @property
     def starts_s(self) -> dict[int, float]:
-        """The arrival of each session's first request, by its `session_of`, in order of arrival."""
+        """The arrival of each session's first request in seconds, by number of the session (`session_of`), in order."""
         found: dict[int, float] = {}
         for place, request in enumerate(self.requests):
             found.setdefault(self.session_of(place), request.arrival_s)
@@ -75,8 +76,8 @@ class Trace:
         return checked(self.name, kept, self.block_tokens, timed=self.timed)
 
     def spread(self, seed: int) -> Trace:
-        """Return the trace with coarse timestamps (several requests on each) spread evenly over their intervals; one
-        with sessions as it is."""
+        """Return the trace with coarse timestamps (two or more requests on each, on average) spread at random over
+        their intervals; a trace with finer ones, or with sessions, as it is."""
         times = sorted({request.arrival_s for request in self.requests})
         if self.closed or not self.timed or len(times) < 2 or len(times) > len(self.requests) / 2:
             return self
