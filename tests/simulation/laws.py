@@ -330,13 +330,15 @@ def at_rest(world: World) -> None:
     for process in world.processes:
         if process.alive and (left := process.left_over()):
             raise Broken("at rest", f"{process.name} has {left}")
-    broker = world.broker.part.core.tally()
-    if broker["watches"]:
-        raise Broken("at rest", f"the broker has {broker}")
+    core = world.broker.part.core
+    connected = {pipe.id for socket in world.broker.open_sockets for pipe in socket.pipes if pipe.peer is not None}
+    for room, watchers in core.watches._by_room.items():
+        if any(peer in connected for peer, _ in watchers):  # those of a connection that is gone end at their time
+            raise Broken("at rest", f"{room} is watched at the broker, {core.tally()}")
     hit = {name for _, _, fault in world.befell for name in (fault.who, fault.other)}  # what they say may be lost
     nodes = [node for node in world.nodes if node.alive and not hit & {"broker", node.name}]
     epochs = {rank.epoch for node in nodes for rank in node.part.host.ranks.values()}
-    for shard in world.broker.part.core.rooms._shards:
+    for shard in core.rooms._shards:
         for room, claim in shard.items():
             if claim.code == "ok" and claim.owner.live and claim.owner.location.epoch in epochs:
                 raise Broken("at rest", f"the broker takes room {room} for being prefilled at {claim.owner.location}")
