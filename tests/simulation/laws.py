@@ -205,15 +205,15 @@ def _agreement(world: World) -> None:
     if all(_steady(world, each) for each in world.processes) and not any(
         fault.kind in FORGET and until > now for _, until, fault in world.befell
     ):
-        attempts = _attempts(world)
+        attempts = _attempts(world) if world.ledger else {}
         for key, (node, rank) in ranks.items():
             for rid, leg in ((leg.rid, leg) for leg in rank.core.legs if leg.role != "prefill"):
                 if rid not in wanted:
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs it for nobody at {key}: {leg}"
                 elif leg.attempt not in attempts.get(rid, (leg.attempt,)):
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs what was given up at {key}: {leg}"
-        odd |= _twins(world)
-    if not any(until > now for _, until, _ in world.befell):
+        odd |= _twins(world) if world.ledger else {}
+    if world.ledger and not any(until > now for _, until, _ in world.befell):
         odd |= _kept(ranks, {asked.rid for asked in world.asked if asked.lives})
     odd |= _on_the_way(world, ranks)
     for each in list(world.odd):

@@ -93,6 +93,7 @@ class World:
         self.network.sockets = lambda: [socket for process in self.processes for socket in process.open_sockets]
         self.asked: list[Asked] = []
         self.counts: Counter[str] = Counter()
+        self.ledger = True  # whether `befell` has all that befalls
         self.befell: list[tuple[float, float, Fault]] = []  # from when, until when it may be felt
         self.odd: dict[tuple[Any, ...], float] = {}  # what controllers and ranks do not agree on, and since when
         self._events: list[tuple[float, int, Callable[[], None]]] = []
