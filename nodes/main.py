@@ -22,7 +22,7 @@ from bus.wire.messages import Role
 from nodes import engines
 from nodes.config import NodeConfig, parse_ranks
 from nodes.engines import EngineKind, EngineName, Progress
-from nodes.link.core import Limits
+from nodes.link.config import Limits
 from nodes.node import RELOADS, Node, on_signals
 from nodes.own.engines.factory import default_engine
 from nodes.own.engines.sim import SIM_VOCAB_SIZE

@@ -15,7 +15,7 @@ from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
-from nodes.link.core import Limits
+from nodes.link.config import Limits
 from nodes.link.host import LINGER_MS, STREAM_GRACE_S, Host
 from nodes.link.runner import Runner
 from nodes.metrics import NodeFigures, snapshot

@@ -10,9 +10,19 @@ from bus.arguments import typed
 from bus.endpoints import BusAddress, ControllerAddress, split_port, why_no_data_dir
 from bus.errors import ConfigError
 from bus.wire.messages import ENDPOINT, MAX_DP_SIZE, NAME, Role
-from nodes.link.core import Limits
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits on what may wait at one rank: `max_waiting` requests and `max_waiting_bytes` of prompts, beyond which
+    a dispatch is refused as `overloaded`; `hold_s`, how long a KV cache is kept that no decode rank asks for."""
+
+    max_waiting: int = 1024
+    max_waiting_bytes: int = 64 << 20
+    hold_s: float = 60.0
+    trace_bytes: int = defaults.TRACE_BYTES  # of legs that are over, for `pdbus trace`
 
 
 @dataclass(frozen=True)

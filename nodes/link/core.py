@@ -35,8 +35,8 @@ from bus.wire.messages import (
     TraceEvent,
 )
 from nodes.link.actions import Action, Cancel, Leave, Over, PublishFrames, Register, Release, Start, Unregister
+from nodes.link.config import Limits
 from nodes.link.leg import Identity, Leg, Legs, LegState, identity_of, leg_of
-from nodes.link.leg import Limits as Limits
 from nodes.link.puller import KvPuller, unfetched
 from nodes.link.record import LegRecord, record_of, trace_events_of
 from nodes.link.reports import Reports

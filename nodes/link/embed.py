@@ -34,8 +34,7 @@ from bus.wire.codec import decode, encode
 from bus.wire.codes import Code
 from bus.wire.messages import MAX_ROOM, NODE_TO_CONTROLLER, Role
 from nodes.link.actions import Cancel, Release, Start
-from nodes.link.config import LinkConfig
-from nodes.link.core import Limits
+from nodes.link.config import Limits, LinkConfig
 from nodes.link.host import Host
 from nodes.link.leg import Leg
 from nodes.link.logprobs import token_logprobs

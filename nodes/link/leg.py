@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from bus.defaults import TRACE_BYTES
 from bus.errors import RemoteProtocolError
 from bus.tracecontext import trace_id_of
 from bus.wire.codec import decode
@@ -28,6 +27,7 @@ from bus.wire.messages import (
     TokenLogprobs,
     TraceContext,
 )
+from nodes.link.config import Limits
 from nodes.link.facts import FOR_EVER, KvHandle, RankFacts
 
 NO_ROOM = -1
@@ -317,17 +317,6 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
     if min(prompt) < 0 or (facts.vocab_size and max(prompt) >= facts.vocab_size):
         raise Refusal("bad_message", f"a token id outside 0..{(facts.vocab_size or 1 << 31) - 1}")
     return prompt, params
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits on what may wait at one rank: `max_waiting` requests and `max_waiting_bytes` of prompts, beyond which
-    a dispatch is refused as `overloaded`; `hold_s`, how long a KV cache is kept that no decode rank asks for."""
-
-    max_waiting: int = 1024
-    max_waiting_bytes: int = 64 << 20
-    hold_s: float = 60.0
-    trace_bytes: int = TRACE_BYTES  # of legs that are over, for `pdbus trace`
 
 
 class Legs:

@@ -17,7 +17,7 @@ from typing import Any
 from bus.endpoints import ControllerAddress
 from bus.errors import Replaced
 from nodes.config import NodeConfig
-from nodes.link.core import Limits
+from nodes.link.config import Limits
 from nodes.own.engines.factory import EngineConfig
 from nodes.own.engines.timing import SimTiming
 from pdbus.client.core import Patience

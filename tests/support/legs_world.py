@@ -37,7 +37,8 @@ from nodes.link.actions import (
     Unlocate,
     Unregister,
 )
-from nodes.link.core import Limits, RankCore
+from nodes.link.config import Limits
+from nodes.link.core import RankCore
 from nodes.link.driver import RankDriver
 from nodes.link.runner import Runner
 from nodes.link.streams import Streams

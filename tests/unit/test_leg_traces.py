@@ -7,7 +7,7 @@ from legs_world import PROMPT, Rank, World, start
 
 from bus.tracecontext import child_of, parse
 from bus.wire.messages import Attach, CancelLeg, TraceContext
-from nodes.link.core import Limits
+from nodes.link.config import Limits
 from nodes.link.leg import MAX_LEG_EVENTS
 from nodes.link.record import span_of
 from nodes.link.runner import Dead, LegFailed

@@ -27,7 +27,7 @@ from bus.wire.messages import (
     Tokens,
 )
 from nodes.link.actions import SendBlock, Unregister
-from nodes.link.core import Limits
+from nodes.link.config import Limits
 from nodes.link.leg import Leg, leg_of
 from nodes.link.reports import MAX_ACKS, Reports
 from nodes.link.runner import Finished, LegFailed, Output, RankFacts
