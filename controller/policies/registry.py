@@ -27,7 +27,6 @@ from controller.policies.methods import CacheAware, FollowBootstrapRoom, RoundRo
 Factory: TypeAlias = Callable[[PolicySettings], Policy]
 
 GROUP = "pdbus.policies"  # of entry points
-OUR_OWN = (RoundRobin, FollowBootstrapRoom, TotalRequests, TotalTokens, CacheAware)
 POLICIES: dict[str, Factory] = {
     "round_robin": RoundRobin,
     "follow_bootstrap_room": FollowBootstrapRoom,
@@ -36,6 +35,7 @@ POLICIES: dict[str, Factory] = {
     "cache_aware": CacheAware,
 }
 """The methods that come with pdbus, by name."""
+OUR_OWN = tuple(POLICIES.values())  # those that come with pdbus: a program may add to POLICIES
 AUTO: dict[Role, str] = {
     "prefill": "follow_bootstrap_room",
     "decode": "round_robin",
