@@ -21,7 +21,7 @@ from bus.runtime.ports import free_ports
 ROOT = Path(__file__).parents[2]
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)}
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-START_S = 240.0  # 12 s on a quiet machine
+START_S = 400.0  # 12 s on a quiet machine
 
 
 def plugin_path(folder: Path) -> str:
@@ -46,7 +46,7 @@ class Front:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *command],
                 env={**os.environ, **ENV, **env},
-                stdout=subprocess.DEVNULL,
+                stdout=file,
                 stderr=file,
             )
 

@@ -22,7 +22,7 @@ from nodes.vllm.smollm2 import hugging_face
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.text.models import text_for
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
