@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 from bus.endpoints import default_controller, why_silent
 from bus.errors import BusError, ConfigError, StartError
 from nodes.own.engines import smollm2
+from nodes.vllm.main import keep_stdout
 from pdbus.edge.client import EdgeClient
 from pdbus.edge.config import EdgeConfig
 from pdbus.vllm_front.settings import Settings, write
@@ -51,7 +51,7 @@ def serve(
     asyncio.run(_until_answered(settings, config.wait_s, waiting))
     write(settings, os.environ)
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    _keep_stdout()
+    keep_stdout()
     if model == smollm2.NAME:
         from nodes.vllm.smollm2 import hugging_face
 
@@ -121,12 +121,6 @@ def parsed(address: tuple[str, int], model: str, arguments: Sequence[str], drain
         raise ConfigError(why)
     validate_parsed_serve_args(given)
     return given
-
-
-def _keep_stdout() -> None:
-    """Keep standard output for the READY line: what vLLM prints goes to stderr, where logs go."""
-    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
 
 
 def _watch(address: tuple[str, int], tls: bool, ready: Callable[[str], None]) -> None:
