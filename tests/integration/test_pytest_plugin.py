@@ -13,11 +13,13 @@ import pytest
 from docs_commands import ROOT, blocks
 
 EXAMPLES = ROOT / "examples"
+# Hypothesis' plugin loads all of Hypothesis, a third of what a session costs.
+WITHOUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
 
 
 def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        [sys.executable, "-P", "-m", "pytest", "-q", *WITHOUT, *arguments],
         cwd=directory, capture_output=True, text=True, timeout=280, check=False, env=os.environ | env,
     )  # fmt: skip
 

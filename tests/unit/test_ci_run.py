@@ -224,7 +224,8 @@ def test_a_skip_for_want_of_a_tool_is_a_failure(
     (tmp_path / "test_it.py").write_text(SKIPPED.format(module=module, mark=mark))
     env = {name: value for name, value in os.environ.items() if name != "PDBUS_CI_TARGET"}
     env |= {"PYTHONPATH": str(Path(ci_skips.__file__).parent)} | ({"PDBUS_CI_TARGET": target} if target else {})
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    without = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")  # which loads Hypothesis: a third of the session
+    argv = [sys.executable, "-m", "pytest", "-q", *without, "--rootdir", str(tmp_path), str(tmp_path)]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     counts = Counter({what: int(n) for n, what in re.findall(r"(\d+) (failed|skipped|error)", done.stdout)})
     assert counts["failed"] + counts["error"] == failed, done.stdout
