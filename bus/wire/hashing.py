@@ -74,7 +74,7 @@ def packed_hashes(prompt: bytes, block_tokens: int, root: int = ROOT) -> bytes:
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
     """Return hashes in the form of `Submit.block_hashes`: 8 bytes little-endian each."""
-    return b"".join(value.to_bytes(8, "little") for value in hashes)
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
 
 
 def unpack_hashes(packed: bytes) -> array[int]:

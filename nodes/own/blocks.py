@@ -80,13 +80,7 @@ class BlockPool:
     def match_prefix(self, hashes: Sequence[int]) -> list[int]:
         """Return the blocks of the longest cached prefix of `hashes` (a prompt's blocks in order), without taking
         them."""
-        found: list[int] = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        return list(iter(map(self._block_of.get, hashes).__next__, None))  # up to the first that is not there
 
     def take(self, count: int, hashes: Sequence[int] = ()) -> tuple[list[int], int] | None:
         """Take `count` blocks for a sequence, beginning with the cached prefix of `hashes`; each is held until

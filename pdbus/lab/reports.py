@@ -48,10 +48,16 @@ class Reports:
         self._make(self._loop.now)
 
     def catch_up(self) -> None:
-        """Make the regular reports that were due by now. The other methods call it."""
+        """Make the regular reports that were due by now, without those that a later one of them replaces before a
+        chooser reads. The other methods call it."""
+        come_s = self._loop.now - self._delay_s
         while self._next_s <= self._loop.now:
-            self._make(self._next_s)
-            self._next_s += self._interval_s
+            following_s = self._next_s + self._interval_s
+            if following_s <= come_s and not self._loss:
+                self._made += 1
+            else:
+                self._make(self._next_s)
+            self._next_s = following_s
 
     def last(self, reader: int) -> tuple[float, Load] | None:
         """Return when the newest report came to `reader` (its number, from 0), and the report; None if none came since
