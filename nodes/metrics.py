@@ -46,8 +46,8 @@ class NodeFigures:
 
 
 def snapshot(host: Host, figures: NodeFigures) -> Iterator[Metric]:
-    """Give all metrics of the process, with their labels. It empties the ranks' lists of latencies, so it is called
-    from one place: the loop, once a second."""
+    """Yield the metrics of ranks and process, with their labels; those of the runners come from `Node`. Reading it to
+    the end empties the ranks' lists of latencies, so only the loop does, once a second."""
     config = host.config
     usual = {"instance": config.instance, "dp_rank": ",".join(map(str, host.ranks)), "role": config.role}
     for metric in (*_of_ranks(host.ranks, figures), *_of_process(host)):

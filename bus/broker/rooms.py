@@ -33,7 +33,8 @@ TAKEN: frozenset[str] = frozenset({"new", "refreshed", "replaced"})
 
 
 class Owner:
-    """One start of one rank, as the owner of claims. `RoomTable.retire` ends it."""
+    """One start of one rank, as the owner of claims. `RoomTable.retire` ends it for good; `holds` is the core's: false
+    while the rank is silent past its lease, true again at its next publication."""
 
     __slots__ = ("holds", "live", "location", "rooms")
 
@@ -116,12 +117,13 @@ class RoomTable:
     def register(self, owner: Owner, room: Room, attempt: int, now: float) -> Outcome:
         """Claim `room` for `owner` for `ttl_s` from `now`. The higher attempt wins; the same attempt of the same owner
         is a refresh. An outcome that is not in TAKEN changed nothing: `stale` (a higher attempt is known), `conflict`
-        (another live owner has the same attempt) or `full` (a limit)."""
+        (the same attempt is that of another owner, which `holds` and has not failed it) or `full` (a limit)."""
         return self._claim(owner, room, attempt, now, "ok")
 
     def fail(self, owner: Owner, room: Room, attempt: int, code: Code, now: float) -> Outcome:
         """Record that no KV cache of `owner` will come for `room`, with the `code` that says why. Queries get this code
-        at once; any later claim replaces it. The outcome is as for `register`."""
+        at once; a claim of the same or a higher attempt replaces it. The outcome is as for `register`, but `stale`
+        where that has `conflict`."""
         outcome = self._claim(owner, room, attempt, now, code)
         self.counts["failed"] += outcome in TAKEN
         return outcome
@@ -188,7 +190,7 @@ class RoomTable:
 
     @property
     def behind(self) -> bool:
-        """Return true if the last call of `expire` ran out of budget."""
+        """Return true if the sweep has more to do: `expire` ran out of budget, or an owner was retired since."""
         return self._owed >= 1.0
 
     def expire(self, now: float, budget: int = EXPIRE_BUDGET) -> int:

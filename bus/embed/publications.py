@@ -126,8 +126,9 @@ class PublisherCore:
 
     def register(self, room: Any, attempt: Any, now: float) -> list[Publish]:
         """Register `room`: it is or will be prefilled here, as `attempt` (1 or more; a request that is dispatched again
-        has a higher one). The registration leaves at the next flush and is refreshed until `drop`. A room or attempt
-        out of range is counted as `invalid`; an attempt older than the registered one changes nothing."""
+        has a higher one). The registration leaves at the next flush and is refreshed until `drop`, for LIVES TTLs at
+        most; a lost conflict, or more than `max_rooms`, ends it earlier. A room or attempt out of range is counted as
+        `invalid`; an attempt older than the registered one changes nothing."""
         if not _valid(room, attempt):
             self.counts["invalid"] += 1
             return []

@@ -57,13 +57,14 @@ class Follower:
         return self._learned(self.sequence.live(seq, payload))
 
     def replayed(self, frames: Sequence[bytes]) -> Learned:
-        """Take an answer to a replay, and return as `live` does. Raises RemoteProtocolError when it has no sequence
-        number."""
+        """Take an answer to a replay, its end too, and return as `live` does; without a running replay nothing happens.
+        Afterwards `sequence.replaying` says whether more answers are awaited. Raises RemoteProtocolError when it has no
+        sequence number."""
         return self._learned(self.sequence.replayed(*split_frames(frames)))
 
     def unanswered(self) -> Learned:
-        """End the running replay, because its answers have stopped. The result may ask for another replay, or clear the
-        index after ATTEMPTS without progress."""
+        """End the running replay, because the caller has waited too long for its answers; without one nothing happens.
+        The result may ask for another replay, or clear the index after `sequence.ATTEMPTS` without progress."""
         return self._learned(self.sequence.unanswered())
 
     def _learned(self, steps: Sequence[Step]) -> Learned:

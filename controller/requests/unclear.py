@@ -27,7 +27,8 @@ class Unclear:
         self.attempts: OrderedDict[Rid, tuple[Attempt, Room | None]] = OrderedDict()
 
     def lost(self, rank: Rank, rid: Rid, offset: int) -> None:
-        """Record that `rid` was lost with this rank; it had `offset` output tokens before."""
+        """Record that `rid` was lost with this rank. `offset` is its submit's: the output tokens that the client had
+        when it submitted, not those that came since."""
         self.at.setdefault(rank, {})[rid] = offset
 
     def settle(self, rank: Rank) -> dict[Rid, int]:
@@ -36,7 +37,8 @@ class Unclear:
         return self.at.pop(rank, {})
 
     def count(self, rid: Rid, offset: int) -> int:
-        """Return how many ranks may have died with `rid` since it had `offset` output tokens."""
+        """Return how many ranks may have died with `rid` while its submit had this `offset`; a submit with more tokens
+        counts from 0."""
         return sum(lost.get(rid) == offset for lost in self.at.values())
 
     def untold(self, rid: Rid, attempt: Attempt, room: Room | None) -> None:
@@ -47,13 +49,14 @@ class Unclear:
             self.attempts.popitem(last=False)
 
     def begins(self, rid: Rid, attempt: Attempt) -> None:
-        """Note that this attempt is wanted, whatever became of an earlier one of the same number."""
+        """Note that this attempt is wanted: a client that submits the same request again keeps its number, so that an
+        earlier giving-up of this or a higher one no longer counts."""
         if self.attempts.get(rid, (0,))[0] >= attempt:
             del self.attempts[rid]
 
     def given_up(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt, Room | None]]:
         """Return which of these running legs were given up, with their rooms (None: unknown); the caller cancels
-        them."""
+        them. They stay recorded until `begins`."""
         return [
             (rid, attempt, known[1])
             for rid, attempt in running

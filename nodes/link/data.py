@@ -61,9 +61,9 @@ class KvPeers:
         self._peers: dict[str, _Peer] = {}
 
     def request(self, endpoint: str, message: KvPull | KvDone, deliver: Deliver) -> None:
-        """Send a message to the node at `endpoint`, connecting if needed. Answers for its room go to `deliver` from now
-        on, until a KvDone. Where connecting fails, `deliver` gets a KvFail; where the queue is full, the message is
-        lost."""
+        """Send a message to the node at `endpoint`, connecting if needed. From a KvPull until a KvDone, answers for its
+        room go to `deliver`. A pull to a wrong address gets a KvFail, in a later turn. A node that is not there gives
+        no answer, and at a full queue the message is lost, so the caller repeats pulls and limits its wait."""
         peer = self._peer(endpoint)
         if peer is None:
             if isinstance(message, KvPull):
@@ -83,8 +83,8 @@ class KvPeers:
             self.rejected["unsent"] += isinstance(message, KvDone)  # a pull is repeated
 
     def serve(self, block: SendBlock, data: memoryview) -> None:
-        """Send one block, with its bytes `data` (not copied), to a peer that pulled it. If it does not arrive, the peer
-        asks again."""
+        """Send one block, with its bytes `data`, to a peer that pulled it. ZeroMQ may read them later, without a
+        notice; if they change meanwhile or do not arrive, the peer sees it by the checksum and asks again."""
         leg = block.leg
         crc32 = block_crc32(leg.room, leg.attempt, block.index, data)
         header = encode(KvBlock(leg.room, leg.attempt, block.index, block.tokens, crc32, leg.client))

@@ -170,8 +170,9 @@ class BusCore:
         return {}
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Let requests finish for `timeout` seconds, then fail them. It waits, except on the loop's own thread, where
-        it fails them at once."""
+        """Refuse new requests, let live ones finish for `timeout` seconds (None: 0), then fail them and begin to close
+        the client, whose end is not awaited. It blocks until then and 1 s longer at most; on the loop's own thread it
+        fails them at once. A second call changes nothing."""
         loop = self._loop
         self.draining = True
         if loop is None or loop.is_closed():
@@ -195,7 +196,9 @@ class BusCore:
         return "the server is shutting down" if self.draining else self.view.unready(time.monotonic())
 
     def refusal(self) -> Any:
-        """Return the error with which a request is refused before it is submitted; None: it is not refused."""
+        """Return the error (not raised) with which a request is refused before it is submitted; None: it is not. It is
+        refused while the server shuts down, while the cluster is unready (but not in the first NO_RANK_S after a status
+        first said so), and for a while after an `overloaded`."""
         now = time.monotonic()
         why = self.unready()
         waits = self._unready_at is not None and now - self._unready_at < NO_RANK_S  # a rank may come back meanwhile
@@ -207,7 +210,8 @@ class BusCore:
         return None
 
     def hint_s(self) -> float:
-        """Return how long a client that was refused should wait, in seconds; 0: no advice."""
+        """Return how long refusals by `overloaded` still stand, in seconds; 0: there is none, or another reason (the
+        middleware then says 1 s)."""
         return max(0.0, self._overloaded_until - time.monotonic())
 
     # --- inside -------------------------------------------------------------------------------------------------------
