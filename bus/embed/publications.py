@@ -20,6 +20,7 @@ from bus.actions import Publish
 from bus.defaults import IDLE_INTERVALS, REPORT_INTERVAL_S, ROOM_TTL_S
 from bus.wire.codes import Code
 from bus.wire.messages import (
+    MAX_ATTEMPT,
     MAX_ROOM,
     Beacon,
     Conflict,
@@ -41,7 +42,6 @@ CHUNKS_PER_FLUSH = 4  # of a restatement or refresh, so that a turn stays short
 REPORT_GAP_S = 0.05  # the shortest time between two loads, unless the caller sets another
 RESTATE_GAP_S = 0.05
 IDLE_AFTER_INTERVALS = 4  # a rank is idle when nothing has changed for so many
-MAX_ATTEMPT = 1_000_000
 LIVES = 10  # a room that is never dropped is refreshed for this many TTLs, then forgotten
 
 

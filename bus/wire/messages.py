@@ -25,6 +25,7 @@ MAX_TOKENS_PER_MESSAGE = 16384
 MAX_OTHERS_PER_MESSAGE = 63  # streams whose tokens come along with those of another
 MAX_LOGPROBS_PER_MESSAGE = 2048  # each of the largest possible: two thirds of a frame
 MAX_DP_SIZE = 4096
+MAX_ATTEMPT = 1_000_000
 MAX_TRACE_EVENTS = 64  # of one part and one request; with MAX_TRACE_PARTS they all fit in one frame
 MAX_TRACE_PARTS = 16
 MAX_PHRASE = 192
@@ -49,7 +50,7 @@ Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 DpRank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
 DpSize: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_DP_SIZE)]
-Attempt: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
+Attempt: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_ATTEMPT)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 AgeSeconds: TypeAlias = Annotated[float, Meta(ge=-1, le=1e9)]  # -1: never

@@ -14,13 +14,13 @@ from math import inf
 
 from bus.actions import Note
 from bus.wire.codes import Code
-from bus.wire.messages import Accepted, Attempt, CancelLeg, Dispatch, Ended, Location, MemberKey, Rid
+from bus.wire.messages import MAX_ATTEMPT, Accepted, Attempt, CancelLeg, Dispatch, Ended, Location, MemberKey, Rid
 from controller.balancer import Balancer
 from controller.events import Action, ToClient, ToNode
 from controller.load.rank import RankLoad
 from controller.rank import Rank
 from controller.requests.lanes import Lane
-from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request, State, about_of
+from controller.requests.request import ROLES, LegRun, LegState, Request, State, about_of
 from controller.requests.table import HeldLeg, RequestTable
 
 

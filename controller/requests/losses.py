@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from bus.wire.codes import Code, Refusal
-from bus.wire.messages import Attempt, CancelLeg, Dispatch, Rid
+from bus.wire.messages import MAX_ATTEMPT, Attempt, CancelLeg, Dispatch, Rid
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.members import Loss
 from controller.rank import Rank
 from controller.requests.attempts import Attempts, work_of
-from controller.requests.request import MAX_ATTEMPT, LegRun, Request, State
+from controller.requests.request import LegRun, Request, State
 from controller.requests.table import RequestTable
 from controller.requests.unclear import Unclear
 

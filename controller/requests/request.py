@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.rights import key_of
 from bus.tracecontext import trace_id_of
 from bus.wire.codes import MEANINGS, Code, Refusal
-from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Attempt, Ended, Legs, Rid, Role, Submit
+from bus.wire.messages import MAX_ATTEMPT, MAX_DP_SIZE, MAX_ROOM, Attempt, Ended, Legs, Rid, Role, Submit
 from controller.load.rank import RankLoad
 from controller.requests.lanes import Lane
 
@@ -23,7 +23,6 @@ ROLES: dict[Legs, tuple[Role, ...]] = {
     "decode": ("decode",),
     "unified": ("unified",),
 }
-MAX_ATTEMPT = 1_000_000
 
 EventTuple: TypeAlias = tuple[float, str, Attempt, Role | None, str]  # as `TraceEvent`
 

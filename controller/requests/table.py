@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from bus.history import History
 from bus.timer_slots import TimerSlots
 from bus.wire.codes import Code, Refusal
-from bus.wire.messages import Attempt, Rid, Role
+from bus.wire.messages import MAX_ATTEMPT, Attempt, Rid, Role
 from controller.config import ControllerConfig
 from controller.rank import Rank
 from controller.requests.order import ArrivalOrder, SloOrder
 from controller.requests.queue import CentralQueue
 from controller.requests.record import RequestRecord, record_of
-from controller.requests.request import MAX_ATTEMPT, Request, State
+from controller.requests.request import Request, State
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096

@@ -18,6 +18,7 @@ from math import inf
 from bus.actions import Send
 from bus.wire.codes import Code, client_retries, is_retryable
 from bus.wire.messages import (
+    MAX_ATTEMPT,
     Accepted,
     Attach,
     Cancel,
@@ -43,7 +44,6 @@ RESEND_S = 1.0  # a submit without an answer is repeated (which is harmless), at
 RESEND_MAX_S = 4.0
 BACKOFF_S = 0.1
 BACKOFF_MAX_S = 2.0
-MAX_ATTEMPT = 1_000_000  # the protocol's limit
 MAX_AVOID = 16  # the protocol's limit: ranks to avoid
 USED_S = 60.0  # a rid used again this soon after its end continues its attempts, so that late messages are older
 MAX_USED = 16_384

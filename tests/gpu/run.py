@@ -1,4 +1,4 @@
-"""What to run first where vLLM has a GPU: the rows of docs/vllm.md, each with a verdict, and a report to send in.
+"""What to run first where vLLM has a GPU: the rows of docs/notes/vllm.md, each with a verdict, and a report to send in.
 
 python tests/gpu/run.py --model DIR [--moe DIR] [--hybrid DIR] [--full]     # with a Python that has vLLM: make test-gpu
 
