@@ -155,13 +155,14 @@ test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes;
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
 		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
 			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_defaults.py tests/real_vllm/test_vllm_streams.py \
-			tests/real_vllm/test_vllm_live.py
+			tests/real_vllm/test_vllm_live.py tests/real_vllm/test_vllm_params.py
 
 test-vllm-front: ## vLLM's own API server in front of the bus: every API, refusals, kills, the plugin, several servers
 	@echo "==> pytest tests/real_vllm/test_front_*.py"
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
 		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
-			tests/real_vllm/test_front_fields.py tests/real_vllm/test_front_core.py tests/real_vllm/test_front_live.py
+			tests/real_vllm/test_front_fields.py tests/real_vllm/test_front_core.py tests/real_vllm/test_front_live.py \
+			tests/real_vllm/test_front_parsers.py tests/real_vllm/test_front_clients.py
 
 test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many minutes)
 	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"

@@ -248,6 +248,8 @@ class World:
         asked.process = client
         self.asked.append(asked)
         options: Options = {"max_tokens": spec.max_tokens, "ignore_eos": True}
+        if len(self.asked) % 3:  # some belong to a session, and several to one
+            options["session"] = f"session {len(self.asked) % 5}"
         if spec.deadline_s:
             options["deadline_s"] = spec.deadline_s
         if spec.rid:

@@ -12,14 +12,15 @@ SCRIPT is a file that `Script.saved` wrote.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec import json
 
 from bus.wire.messages import OPTIONAL_PARAMS, Load, TokenLogprobs
 from nodes.link.leg import Leg
@@ -57,16 +58,12 @@ class Script:
         return ids if at >= 0 else None
 
     def saved(self, path: Path) -> Path:
-        path.write_text(json.dumps(asdict(self)))
+        path.write_bytes(json.encode(self))
         return path
 
 
 def loaded(path: Path) -> Script:
-    given = json.loads(path.read_text())
-    answers = tuple(Answer(tuple(each["mark"]), tuple(each["ids"])) for each in given.pop("answers"))
-    return Script(
-        answers, **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    )
+    return json.decode(path.read_bytes(), type=Script)
 
 
 class Gate:
