@@ -212,7 +212,8 @@ def _agreement(world: World) -> None:
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs it for nobody at {key}: {leg}"
                 elif leg.attempt not in attempts.get(rid, (leg.attempt,)):
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs what was given up at {key}: {leg}"
-        odd |= _twins(world) if world.ledger else {}
+    if world.ledger and all(_steady(world, each) for each in world.processes):
+        odd |= _twins(world)
     if world.ledger and not any(until > now for _, until, _ in world.befell):
         odd |= _kept(ranks, {asked.rid for asked in world.asked if asked.lives})
     odd |= _on_the_way(world, ranks)

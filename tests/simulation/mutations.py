@@ -12,7 +12,7 @@ MUTATIONS = (
     Mutation("rid-of-another", "a request gets the tokens of a former one of its rid",
              "nodes.link.leg:Identity.agrees", "return all(", "return True or all(", seed=6, tight=True),
     Mutation("rid-of-another-cancels", "a cancel of a former request of the rid ends this one",
-             "nodes.link.core:RankCore.cancel", "if leg is not None and not leg.identity.agrees(", "if False and not leg.identity.agrees("),
+             "nodes.link.core:RankCore.cancel", "if leg is not None and not leg.identity.agrees(", "if False and not leg.identity.agrees(", seed=59, tight=True),
     Mutation("two-halves", "two halves of different answers, with code ok",
              "pdbus.client.core:ClientCore._accepted",
              "if len(request.ids) > request.offset and (attempt,", "if False and (attempt,"),
