@@ -56,7 +56,7 @@ DRAWN = (
     Mutation("retry-4", "", "controller.requests.life:RequestLifecycle._ended",
              "if self._attempts.ended(leg, request, ended, now):", "if not self._attempts.ended(leg, request, ended, now):", seed=1951),
     Mutation("resume-4", "", "pdbus.client.request:Request.may_run",
-             "state is SubmitState.ASKED", "state is not SubmitState.ASKED", seed=4, tight=True),
+             "state is SubmitState.ASKED", "state is not SubmitState.ASKED"),
     Mutation("accounting-5", "", "controller.load.table:LoadTable.age",
              "rank.stale = True\n            _refresh(rank)", "rank.stale = True\n            pass", seed=2679),
     Mutation("fencing-5", "", "nodes.link.core:RankCore._make_room",

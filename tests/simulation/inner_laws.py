@@ -214,15 +214,24 @@ def end(world: World, asked: Asked) -> None:
     """`ran` says whether a rank may have had it, where nothing went wrong."""
     result = asked.result
     assert result is not None
+    if asked.spec.rid or world.now - asked.began < 0.1:
+        return
     dispatched = world.dispatched.get(asked.rid)
-    asks = [name for name in world.by_name if name.startswith(("client", "controller"))]
-    if asked.spec.rid or world.now - asked.began < 0.1 or any(world.felt(name) for name in asks):
-        return
-    if world.befell and dispatched is not None:
-        return
     late = dispatched is not None and dispatched < world.now - 0.05
-    if (late and not result.ran) or (dispatched is None and result.ran and world.now - asked.began > ANSWERED_S):
+    never = dispatched is None and world.now - asked.began > ANSWERED_S
+    if world.befell:  # then what its controller knows counts, if nothing is wrong between client and controllers
+        asks = [name for name in world.by_name if name.startswith(("client", "controller"))]
+        calm = not any(world.felt(name) for name in asks) and asked.spec.prefill_controller < 0
+        turned_down = result.code == "too_many" or (never and _waits(world, asked.rid))
+        late, never = False, calm and result.attempts == 1 and turned_down
+    if (late and not result.ran) or (never and result.ran):
         raise Broken("it says whether it ran", f"{asked.rid}: ran {result.ran}, dispatched at {dispatched}", asked.rid)
+
+
+def _waits(world: World, rid: str) -> bool:
+    """Return whether a controller has the request, and has given it to no rank."""
+    known = [each.part.core.life.requests.get(rid) for each in world.controllers if each.alive]
+    return any(request is not None and not request.dispatched for request in known)
 
 
 def at_rest(world: World) -> None:
