@@ -73,7 +73,7 @@ MUTATIONS = (
     Mutation("tries-not-counted", "cancelled or fenced by what became of tries that its client did not make",
              "controller.requests.table:RequestTable.add", "if not same or submit.attempt > submitted:", "if not same:"),
     Mutation("late-cancels", "the cancel of a request that was given up ends another client's",
-             "controller.requests.life:RequestLifecycle.cancel", "room is None or", "True or"),
+             "controller.requests.life:RequestLifecycle.cancel", "room is None or", "True or", seed=85, tight=True),
     Mutation("cancels-of-the-ended", "a stream that has ended cancels the next request of its rid",
              "pdbus.client.traffic:Traffic.cancel", "if sink is None or self._sinks.get(rid) == sink:", "if True:", seed=13, tight=True),
     Mutation("watch-for-ever", "who waits for a room that ended waits on",
