@@ -244,11 +244,8 @@ def main(prepare: Callable[[], list[random.Random]]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before a child has its handlers waits for them
     discard(0, 1)
     drawn = prepare()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or each fork writes what was said there
-    gc.collect()
     Path("/proc/self/comm").write_text(NAME)
-    gc.freeze()  # a collection leaves shared pages alone
+    settle()
     discard(2)
     request = serve(asked)
     for rng in drawn:
@@ -259,6 +256,14 @@ def main(prepare: Callable[[], list[random.Random]]) -> None:
     except SystemExit as asked_to:
         leave(asked_to.code)
         raise
+
+
+def settle() -> None:
+    """Have nothing left, after imports, that each fork would do again."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or each fork writes what was said there
+    gc.collect()
+    gc.freeze()  # a collection leaves shared pages alone
 
 
 def discard(*streams: int) -> None:
@@ -307,8 +312,7 @@ def serve(asked: socket.socket) -> Request:
             asked.close()
             asked = socket.socket(fileno=streams[0])
             import_them(request["import"])
-            gc.collect()
-            gc.freeze()
+            settle()
             continue
         for stream in streams:
             os.close(stream)
