@@ -16,6 +16,7 @@ from importlib import import_module, metadata
 from typing import Any, NamedTuple
 
 from bus.errors import ConfigError
+from pdbus.edge.client import EdgeClient
 from pdbus.vllm_front.fields import Unsupported, sampling_options
 from pdbus.vllm_front.launch import refused_arguments
 from pdbus.vllm_front.settings import Settings, read
@@ -166,11 +167,12 @@ _servers = 1  # API servers of one parent, of which this process is one
 
 
 def install(settings: Settings) -> None:
-    """Replace the seams in this process; a second call does nothing. Raises ConfigError where vLLM differs from the
-    tables; then nothing is replaced."""
+    """Replace the seams in this process; a second call does nothing. Raises ConfigError where a key is missing or vLLM
+    differs from the tables; then nothing is replaced."""
     global _installed
     if _installed:
         return
+    EdgeClient(settings.controller, settings.keys, settings.key_name)  # a key that is missing is one line now
     try:
         wrong = next(mismatches(), "")
     except Exception as error:  # a module of vLLM's fails as it is imported

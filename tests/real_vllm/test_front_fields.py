@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +199,14 @@ def test_another_vllm_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
         plugin.load()
     monkeypatch.setattr(seams, "REPLACED", (seams.Seam("vllm.v1.engine.gone", "x", ""),))
     with pytest.raises(SystemExit, match=r"vllm.v1.engine.gone.x is not there$"):
+        plugin.load()
+
+
+def test_a_missing_key_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(seams, "serves_http", lambda: True)
+    monkeypatch.setenv(settings.CONTROLLER, "tcp://127.0.0.1:1")
+    monkeypatch.setenv(settings.KEYS, str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^pdbus: \S+ has no secret of a client; "):
         plugin.load()
 
 
