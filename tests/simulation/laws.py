@@ -89,7 +89,7 @@ def end(world: World, asked: Asked) -> None:
             if deaths < POISON:
                 raise broken("no end without a cause", f"{deaths} ranks may have died of {felt}")
         case "engine_failed":
-            if not any(fault.kind == "fail_steps" for fault in felt):
+            if not any(fault.kind == "fail_steps" for *_, fault in world.befell):  # an idle engine fails its next step
                 raise broken("no end without a cause", "no step failed")
         case "decode_failed" if _waits_for_decode(world, asked):
             pass
