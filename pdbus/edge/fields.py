@@ -238,7 +238,8 @@ def _wrong(reason: str) -> HttpError:
         name = what.split("`")[1]
         path = f"{path}.{name}" if path else name
         return invalid(path, f"{path} is missing", "missing_required_parameter")
-    if path.startswith("messages[") and path.split(".")[1].split("[")[0] in OF_AGENTS:
+    message, _, field = path.partition(".")  # no field where the message itself is none
+    if message.startswith("messages[") and field.partition(".")[0].partition("[")[0] in OF_AGENTS:
         return _unsupported(path, of_agents=True)
     return invalid(path or None, f"{path}: {what[0].lower()}{what[1:]}" if path else what)
 
