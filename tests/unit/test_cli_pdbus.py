@@ -53,7 +53,7 @@ def test_up_starts_with_the_methods_that_the_policies_page_recommends() -> None:
     defaults = {option.name: option.default for option in up.params}
     assert (defaults["prefill_method"], defaults["decode_method"]) == ("cache_aware", "total_requests")
     assert defaults["unified_method"] == "cache_aware"
-    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    page = " ".join((Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8").split())
     assert "`pdbus up` starts with `cache_aware` for prefill and unified ranks and `total_requests` for decode" in page
 
 
