@@ -61,7 +61,7 @@ MUTATIONS = (
     Mutation("unread-for-ever", "what a client that has gone asked for runs and is held on",
              "nodes.link.host:Host._slow_tick", "self.ranks[leg.dp_rank].unread(leg)", "pass"),
     Mutation("kv-never-freed", "a prefill rank holds a KV cache that nobody fetches",
-             "nodes.link.core:RankCore.tick", "for leg in lost:", "for leg in ():"),
+             "nodes.link.core:RankCore.tick", "for leg in lost:", "for leg in ():", seed=92, tight=True),
     Mutation("kv-done-lost", "a prefill rank holds a KV cache that was fetched",
              "nodes.link.core:RankCore.pulled", "leg = self.sender.done(peer, message)", "leg = None", seed=20, tight=True),
     Mutation("damaged-kv", "a block that is missing is computed with",
