@@ -40,6 +40,7 @@ from bus.wire.messages import (
 from bus.wire.status import join, split
 from controller.events import FromClient, Tick
 from controller.load.table import LoadTable
+from controller.rank import Rank as Connected
 from nodes.link import leg as rank_legs
 from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Connection
 from nodes.link.core import MAX_CLIENTS
@@ -82,7 +83,9 @@ def test_a_status_that_lost_a_part_is_begun_anew() -> None:
 def test_a_controller_of_4096_ranks_says_so_in_messages_that_fit() -> None:
     world = World(max_ranks=MAX_DP_SIZE)
     for n in range(MAX_DP_SIZE):  # straight into the core: `World` validates after each event
-        world.core.table.open(hello(NAME, n, dp_size=MAX_DP_SIZE))
+        greeting = hello(NAME, n, dp_size=MAX_DP_SIZE)
+        opened = world.core.table.open(greeting)
+        world.core.members.ranks[opened] = Connected(greeting, opened, "node", None)
         world.core.health.hello((NAME, n), 1, "ready", idle=True, now=0.0)
     published = [a.message for a in world.core.handle(Tick(), 1.1) if isinstance(a, Publish)]
     (sent,) = (codec.decode(codec.encode(message), PUBLICATIONS) for message in published)
