@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import click
 
@@ -78,6 +78,7 @@ class EngineKind:
     - `our_options`: the options of our own engines (`--kv-tokens`, `--sim-...`) count for it; else they are refused.
     - `takes_arguments`: what follows `--` is for it; else nothing may follow. `needs_model`: `--model` has no default.
     - `first_at_decode`: its decode ranks make the first token, rather than pass on that of prefill.
+    - `front`: the HTTP server that `pdbus up` takes by itself; `vllm` is vLLM's own in front of the bus.
     """
 
     settings: Callable[[Mapping[str, Any], Sequence[str]], Any]
@@ -89,6 +90,7 @@ class EngineKind:
     takes_arguments: bool = False
     needs_model: bool = False
     first_at_decode: bool = False
+    front: Literal["light", "vllm"] = "light"
     demo: Demo | None = None
 
 

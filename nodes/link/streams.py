@@ -291,14 +291,16 @@ class Streams:
         start = leg.sent
         first = start - leg.offset
         end = first + (MAX_LOGPROBS_PER_MESSAGE if leg.logprobs else MAX_TOKENS_PER_MESSAGE)
-        of_prompt = leg.prompt_logprobs if not first else ()
-        if of_prompt:
+        if not first and leg.prompt_logprobs:
             end = MAX_SHARED_IDS  # so that both fit in a frame
         ids, logprobs = tuple(leg.output[first:end]), tuple(leg.logprobs[first:end])
         leg.sent += len(ids)
         leg.sent_at = now
+        if first and not leg.finish:
+            return Tokens(leg.rid, leg.attempt, start, ids, found_by=leg.found_by, logprobs=logprobs)
         found_by = leg.found_by if leg.output else ""
         cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
+        of_prompt = leg.prompt_logprobs if not first else ()
         if not leg.finish or leg.sent < leg.produced:
             early = cached if not first and ids else 0  # with the first tokens, as some readers state it before the end
             return Tokens(

@@ -56,6 +56,7 @@ VLLM = EngineKind(
     takes_arguments=True,
     needs_model=True,
     first_at_decode=True,
+    front="vllm",
     demo=Demo(
         models=(smollm2.NAME,),
         ranks=1,  # vLLM takes a core, or a GPU, and GBs of memory for each

@@ -188,17 +188,15 @@ class ClientCore:
             return []
         if request.wants_logprobs and len(message.logprobs) != len(message.ids):
             return []  # it breaks the protocol; treat it as silent
-        if request.prompt_logprobs is not None and not request.prompt_logprobs:
-            if len(message.prompt_logprobs) == request.main.prompt_tokens - 1:
-                request.prompt_logprobs = message.prompt_logprobs
-            elif message.ids or message.finish in ("stop", "length"):
+        if request.first_token_at is None:
+            if request.prompt_logprobs == () and not self._take_prompt_logprobs(request, message):
                 return []
+            request.cached_tokens = message.cached_tokens or request.cached_tokens
         request.alive_at = now
         request.asked_again = False
         if self._silent and request.decode is not None:
             self._silent.pop((request.decode.instance, request.decode.dp_rank), None)
         request.found_by = message.found_by or request.found_by
-        request.cached_tokens = message.cached_tokens or request.cached_tokens
         have, most = len(request.ids), request.max_tokens
         if message.start > have:
             return self._ask_for_gap(request, now)
@@ -220,6 +218,15 @@ class ClientCore:
             request.due_at = now + VERDICT_S
             return actions
         return actions + self._end(request, "length", now) if len(request.ids) >= most else actions
+
+    @staticmethod
+    def _take_prompt_logprobs(request: Request, message: Tokens) -> bool:
+        """Take the prompt's log probabilities. Return False for output that comes without them, which breaks the
+        protocol."""
+        if len(message.prompt_logprobs) == request.main.prompt_tokens - 1:
+            request.prompt_logprobs = message.prompt_logprobs
+            return True
+        return not message.ids and message.finish not in ("stop", "length")
 
     def _tick(self, request: Request, now: float) -> list[Action]:
         grace_s = 0.0 if request.state is State.BACKOFF else DEADLINE_GRACE_S

@@ -122,7 +122,7 @@ def serve(
     vllm_args: tuple[str, ...],
 ) -> None:
     """Serve OpenAI's HTTP API in front of a running cluster."""
-    if front == "vllm":
+    if front != "light":
         _refuse_light_options()
         config = EdgeConfig(
             http=http, controller=controller, keys=keys, key_name=key_name, wait_s=wait_s, drain_s=drain_s

@@ -204,6 +204,7 @@ def up(
     node_args, engine_args = _arguments(engine, node_args)
     if not ray:
         places_of(tokenizers)  # checked before anything starts; with Ray they are on the edge's machine
+    named = engine or ("sim" if model == "sim" else default_engine())
     spec = ClusterSpec(
         prefill=split_default if prefill is None else prefill,
         decode=split_default if decode is None else decode,
@@ -212,7 +213,7 @@ def up(
         prefill_method=resolve(prefill_method, "prefill"),
         decode_method=resolve(decode_method, "decode"),
         unified_method=resolve(unified_method, "unified"),
-        engine=engine or ("sim" if model == "sim" else default_engine()),
+        engine=named,
         model=model,
         gpus=tuple(each.replace("+", ",") for each in gpus.split(",")) if gpus else (),
         transport=transport,
@@ -224,7 +225,7 @@ def up(
         log_dir=log_dir,
         log_level=log_level,
         http=http,
-        front=front or ("vllm" if engine == "vllm" and http and not ray and not tokenizers else "light"),
+        front=front or (kind_of(named).front if http and not ray and not tokenizers else "light"),
         front_args=_words("--front-args", front_args),
         tokenizers=tokenizers,
         metrics_port=metrics_port,
@@ -241,7 +242,7 @@ def up(
             *(word for each in slo_classes for word in ("--slo-class", each)),
         ),
     )
-    if spec.http and spec.front == "vllm":
+    if spec.http and spec.front != "light":
         _check_front(spec, ray)
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()
@@ -352,7 +353,7 @@ def _show(cluster: Cluster | RayCluster) -> None:
     if edge := cluster.children.get("edge"):
         url = edge.facts["endpoint"]
         click.echo(f"or:  {curl_line(url, cluster.spec.model)}")
-        if cluster.spec.front == "vllm":
+        if cluster.spec.front != "light":
             click.echo(f"This is vLLM's own server (the API: {url}/docs); the light edge instead: --front light")
         else:
             click.echo(f"or talk to it at {url}/ (the API: {url}/docs)")

@@ -32,6 +32,7 @@ class Column:
     digits: int
     scale: float = 1.0
     unit: str = ""
+    closed: bool = False  # it tells methods apart where answers delay requests, and is not shown elsewhere
 
 
 COLUMNS = (
@@ -48,8 +49,9 @@ COLUMNS = (
     Column("regret_mean_tokens", ("regret", "tokens"),
            "tokens to be computed before the first one at the rank chosen, beyond those at the rank that was best at "
            "that moment, caches included; 0 is a perfect choice each time", 0),
-    Column("requests_per_s", ("req", "/s"), "requests that came, in a second of the time that counts", 2),
-    Column("goodput_per_s", ("good", "/s"), "of those, the ones within both limits", 2),
+    Column("requests_per_s", ("req", "/s"),
+           "with --concurrency: requests that came, in a second of the time that counts", 2, closed=True),
+    Column("goodput_per_s", ("good", "/s"), "of those, the ones within both limits", 2, closed=True),
     Column("prefill_busy", ("busy", ""), "share of the time that prefill ranks computed", 0, 1e2, "%"),
 )  # fmt: skip
 
@@ -60,6 +62,11 @@ def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     for result in results:
         found.setdefault(result.method, []).append(result)
     return found
+
+
+def columns_of(results: Sequence[Result]) -> list[Column]:
+    """Return the columns for these results."""
+    return [column for column in COLUMNS if not column.closed or any(result.concurrency for result in results)]
 
 
 def estimate_of(runs: Sequence[Result], field: str) -> Estimate:
@@ -73,7 +80,7 @@ def table_of(results: Sequence[Result], title: str, width: int) -> Group:
     methods = by_method(results)
     means = {method: estimate_of(runs, "ttft_mean_s").mean for method, runs in methods.items()}
     best = min(means, key=lambda method: means[method]) if len(means) > 1 else None
-    cells = {column: [_cell(column, runs) for runs in methods.values()] for column in COLUMNS}
+    cells = {column: [_cell(column, runs) for runs in methods.values()] for column in columns_of(results)}
     room = width - 1 - max(map(cell_len, methods)) - PADDING
     tables = []
     for columns in _fitting(cells, room):
@@ -90,10 +97,11 @@ def table_of(results: Sequence[Result], title: str, width: int) -> Group:
 
 def markdown_of(results: Sequence[Result]) -> str:
     """Return the table in Markdown, a row for each method."""
-    headings = [" ".join(column.heading).replace("- ", "").strip() for column in COLUMNS]
-    lines = [f"| method | {' | '.join(headings)} |", "| --- |" + " ---: |" * len(COLUMNS)]
+    columns = columns_of(results)
+    headings = [" ".join(column.heading).replace("- ", "").strip() for column in columns]
+    lines = [f"| method | {' | '.join(headings)} |", "| --- |" + " ---: |" * len(columns)]
     for method, runs in by_method(results).items():
-        lines.append(f"| `{method}` | {' | '.join(_cell(column, runs) for column in COLUMNS)} |")
+        lines.append(f"| `{method}` | {' | '.join(_cell(column, runs) for column in columns)} |")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from bus.arguments import typed
 from bus.errors import ConfigError
 from bus.wire.messages import Role
+from nodes.engines import kind_of
 from pdbus.vllm_front.launch import model_arguments
 
 Kind = Literal["broker", "controller", "node", "edge"]
@@ -106,9 +107,9 @@ class ClusterSpec:
             raise ConfigError("an embedded cluster has one controller")
         if self.embedded and (self.controller_args or self.broker_args):
             raise ConfigError("an embedded broker and controller take no command line")
-        if self.front == "vllm" and self.tokenizers:
+        if self.front != "light" and self.tokenizers:
             raise ConfigError("--tokenizer is the light edge's; for --front vllm: --front-args '--tokenizer DIR'")
-        if self.front_args and self.front != "vllm":
+        if self.front_args and self.front == "light":
             raise ConfigError("--front-args are for --front vllm")
         if self.http and self.controllers != "one":
             raise ConfigError("an HTTP edge needs one controller for all requests")
@@ -158,8 +159,8 @@ class ClusterSpec:
             parts = self._with_metrics(parts)
         if self.http:  # its own port also serves its metrics
             args = ("serve", "--http", self.http, "--controller", next(iter(at.controllers.values())), *common)
-            if self.front == "vllm":
-                args += ("--front", "vllm", "--model", self.model, "--", *self._of_model(), *self.front_args)
+            if self.front != "light":
+                args += ("--front", self.front, "--model", self.model, "--", *self._of_model(), *self.front_args)
             else:
                 args += tuple(word for each in self.tokenizers for word in ("--tokenizer", each))
             parts.append(PartSpec("edge", "edge", "pdbus", args))
@@ -167,7 +168,7 @@ class ClusterSpec:
 
     def _of_model(self) -> tuple[str, ...]:
         """Return those of the engine's arguments that say something of the model and its text."""
-        return model_arguments(self.engine_args) if self.engine == "vllm" else ()
+        return model_arguments(self.engine_args) if kind_of(self.engine).front == self.front else ()
 
     def _with_gpus(self, parts: list[PartSpec]) -> list[PartSpec]:
         gpus, nodes = iter(self.gpus), sum(part.kind == "node" for part in parts)

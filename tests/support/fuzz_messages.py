@@ -72,7 +72,8 @@ def _of(kind: inspect.Type) -> Draw:
         case inspect.StrType(pattern=str()):
             return lambda rng: f"00-{rng.choice('01') * 32}-{rng.choice('01') * 16}-0{rng.choice('01')}"
         case inspect.StrType():
-            return _one_of([text for text in TEXTS if len(text) >= (kind.min_length or 0)])
+            least, most = kind.min_length or 0, kind.max_length or 30
+            return _one_of([text for text in TEXTS if least <= len(text) <= most])
         case inspect.BytesType():
             size = _one_of((0, 3, 8, 16))
             return lambda rng: rng.randbytes(size(rng))
