@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -164,10 +165,15 @@ def test_live_orders_take_turns_with_the_same_requests() -> None:
     assert rows == [f"total_tokens{order}{kind}" for order in ("", " slo") for kind in kinds]
 
 
-def test_sessions_by_number_under_way(tmp_path: Path) -> None:
+def test_sessions_by_number_under_way_as_the_page_has_it(tmp_path: Path) -> None:
+    """With fewer sessions."""
     out = tmp_path / "plots"
-    done = replay("--sessions", "8", "--concurrency", "2,3", "--methods", "round_robin,cache_aware", "--ranks", "2",
-                  "--decode-ranks", "2", "--warm-up-s", "20", "--jobs", "1", "--out", str(out))  # fmt: skip
+    lines = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8").splitlines()
+    (line,) = [each for each in lines if each.startswith("    pdbus replay --sessions")]
+    for words, fewer in ((" 200 ", " 8 "), (" 16,32,64 ", " 2,3 "), (" 300 ", " 20 "), (" out", f" {out}")):
+        assert words in line
+        line = line.replace(words, fewer)
+    done = replay(*shlex.split(line)[2:], "--ranks", "2", "--decode-ranks", "2", "--jobs", "1")
     assert done.returncode == 0, done.stderr
     assert "2, 3 sessions under way" in done.stdout
     assert "after 20 s)" in done.stdout
