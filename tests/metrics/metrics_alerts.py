@@ -73,8 +73,9 @@ class Record:
         )
 
     def capped(self, more: float) -> Record:
-        """Counters end so many above where they began."""
-        return self._each(lambda labels, values: [min(value, values[0] + more) for value in values])  # type: ignore
+        """Counters begin at 0 and end at most at this. Prometheus extrapolates an increase beyond its first sample
+        unless that is 0, and the first one of a record may come after the first event."""
+        return self._each(lambda labels, values: [min(value - values[0], more) for value in values])  # type: ignore
 
     def crowded(self, by: float) -> Record:
         """Counters grow so many times as fast."""
