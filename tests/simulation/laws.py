@@ -131,12 +131,12 @@ def _no_cause(world: World, asked: Asked, code: str) -> str:
     if code in NEVER:
         return "nothing is wrong with it"
     if code == "cancelled" and not asked.cancelled:
-        return "nobody cancelled it"
+        return "no client cancelled it"
     if code == "deadline" and (not asked.spec.deadline_s or world.now - asked.began < asked.spec.deadline_s - 0.01):
         return "it has no deadline, or that is not over"
     others = _namesakes(world, asked) if code == "duplicate_rid" else []
     if code == "duplicate_rid" and all(other.ended and other.ended <= asked.began - RID_S for other in others):
-        return "nobody else has its rid"
+        return "no other request has its rid"
     return ""
 
 

@@ -41,7 +41,7 @@ class Workers(warm_starts.Starts):
 
 
 class OnlyImported:
-    """Of a session that imports, and says as a worker that what is kept between runs is not its to keep."""
+    """Makes a session of pytest one that only imports. It states, as a worker does, that it keeps nothing."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:

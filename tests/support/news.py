@@ -14,7 +14,7 @@ SHOWN_S = 0.005  # `--durations` shows what takes longer
 
 
 def is_news(report: pytest.TestReport | pytest.CollectReport) -> bool:
-    """Whether it is shown anywhere."""
+    """Return true if the terminal shows something of this report."""
     return (
         not isinstance(report, pytest.TestReport)
         or report.when == "call"
@@ -25,7 +25,7 @@ def is_news(report: pytest.TestReport | pytest.CollectReport) -> bool:
 
 
 class News:
-    """Of a worker: what is no news is neither packed nor sent."""
+    """A plugin of a worker. It neither packs nor sends a report that is no news."""
 
     def __init__(self, worker: Any) -> None:
         self._send = worker.sendevent
@@ -41,7 +41,7 @@ class News:
 
 
 def install(config: pytest.Config) -> None:
-    """In a worker; in other processes nothing is sent."""
+    """Add the plugin in a worker; other processes send nothing."""
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor":
             config.pluginmanager.register(News(plugin))

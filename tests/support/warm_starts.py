@@ -211,7 +211,7 @@ def answer(asked: socket.socket, request: Request, streams: Sequence[int]) -> in
     """The pid of what a server has started; 0 where it has not."""
     try:
         socket.send_fds(asked, [json.dumps(request).encode()], streams)
-    except OSError:  # the request is too long, or nobody is there
+    except OSError:  # the request is too long, or no server is there
         return 0
     try:
         return int(asked.recv(64) or 0)

@@ -82,7 +82,7 @@ def names_of(key: ast.expr, path: str) -> tuple[str, ...]:
 
 COUNTS = re.compile(rf"({'|'.join(DICTS)})\[.*\] \+=|\bself\.[a-z]\w+ \+=|\bRejections\(")
 COUNTS_FOR_OTHERS = (
-    "bus/runtime/intake.py",  # in a dict that whoever makes its Rejections gives it
+    "bus/runtime/intake.py",  # in the dict that each part hands to its Rejections
     "controller/load/checked.py",  # for a program that embeds the table; a controller's reports come over the wire
 )
 
