@@ -112,6 +112,7 @@ class Members:
             rank = self.ranks[load]
             if rank.peer != peer:
                 self._table.reconnected(load)
+                rank.probe = None  # what was sent before may never be acknowledged
                 self.peers.pop(rank.peer, None)
                 self._let_go(load)
                 running = frozenset(hello.running)

@@ -75,12 +75,13 @@ class Placement:
             return self._of_room(role, submit, group, self._suits(submit, group, other, prefill))
         wants = other is not None or submit.needs  # more of a rank than that it is large enough
         suits = self._suits(submit, group, other, prefill) if wants else None
-        if not avoid and suits is None and not barred:
-            chosen = self.pick(role, group, submit)
-            if chosen is None or context_of(role, submit) <= chosen.largest:
-                return self._idle(submit, group) if chosen is None and submit.leg == "decode" else chosen
-        chosen = self.pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
-        return self._idle(submit, group, suits) if chosen is None and submit.leg == "decode" else chosen
+        plain = not avoid and suits is None and not barred
+        chosen = self.pick(role, group, submit) if plain else None
+        if not plain or (chosen is not None and context_of(role, submit) > chosen.largest):
+            chosen = self.pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
+        if chosen is None and submit.leg == "decode":
+            return self._idle(submit, group, suits, avoid, barred)
+        return chosen
 
     def pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
         """Return the policy's choice in `view`; None: no candidate, or it is better to keep the request in the
@@ -138,10 +139,15 @@ class Placement:
             raise Refusal("no_rank", f"the {role} rank of the room {_lacks(rank, submit)}")
         return _bounded(rank)
 
-    def _idle(self, submit: Submit, group: Group, suits: Suits | None = None) -> RankLoad | None:
+    def _idle(
+        self, submit: Submit, group: Group, suits: Suits | None, avoid: tuple[RankLoad, ...],
+        barred: Container[RankLoad],
+    ) -> RankLoad | None:  # fmt: skip
         """Return the least loaded decode rank that computes nothing, beyond its credit, for a lone decode leg; None:
         there is none. What such a rank has waits for KV caches; the prefill leg of this one, which another controller
         dispatched, may hold the memory that theirs wait for."""
+        if self._late is not None and self._late.held_by_wish:
+            return None
         idle = [
             rank
             for rank in group.members
@@ -151,10 +157,10 @@ class Placement:
             and rank.load is not None
             and not (rank.load.running or rank.load.kv_tokens or rank.slow or rank.full)
             and holds(rank, "decode", submit)
+            and rank not in avoid
+            and rank not in barred
             and (suits is None or suits(rank))
         ]
-        if self._late is not None and self._late.held_by_wish:
-            return None
         return min(idle, key=lambda rank: rank.requests, default=None)
 
     @staticmethod

@@ -94,7 +94,7 @@ def _further(params: Params, offset: int) -> dict[str, Any]:
         )
     if offset and (lost := sorted(needs & _OF_THE_OUTPUT)):
         raise Refusal("bad_request", f"an output with {', '.join(lost)} can't be resumed; ask for all of it again")
-    found: dict[str, Any] = {name: getattr(params, name) for name in params.needs if name in _PASSED}
+    found: dict[str, Any] = {name: getattr(params, name) for name in needs if name in _PASSED}
     if "min_tokens" in found:
         found["min_tokens"] = max(0, params.min_tokens - offset)
     if "logit_bias" in found:

@@ -1,4 +1,4 @@
-"""The one module that imports vLLM, whose Python interface changes between versions.
+"""The one module of a node that imports vLLM, whose Python interface changes between versions.
 
 It runs with 0.32. What is used of 0.24, 0.26 and 0.29 was read in their sources, and is the same. A version where
 something is not where this module looks for it is refused at the start, in one sentence.
@@ -150,7 +150,7 @@ def devices(args: Any) -> list[str]:
     count = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
     try:
         return [str(current_platform.get_device_uuid(number)) for number in range(count)]
-    except NotImplementedError:  # without NVML: by the number that the machine has for it, whichever are visible here
+    except NotImplementedError:  # a platform that has none, as CUDA without NVML: by the machine's number for it
         return [str(current_platform.device_id_to_physical_device_id(number)) for number in range(count)]
 
 
@@ -205,13 +205,17 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
 def check_one_process(given: Any) -> None:
     """Raise ConfigError where vLLM's arguments couple this engine with those of other processes: they connect once, as
     they start, and one that is restarted alone would never join them."""
+    if option := coupling(given):
+        raise ConfigError(f"{option}: the ranks of an engine are in one process here (--ranks-per-process, --dp-rank)")
+
+
+def coupling(given: Any) -> str:
+    """Return the first option of vLLM's that couples an engine with those of other processes; empty: none is set."""
     for name in SEVERAL_PROCESSES:
         value = getattr(given, name, None)
-        if value is not None and value is not False:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{option}: the ranks of an engine are in one process here (--ranks-per-process, --dp-rank)"
-            )
+        if value is not None and value is not False:  # 0 is a rank
+            return f"--{name.replace('_', '-')}"
+    return ""
 
 
 def usage_context() -> Any:

@@ -189,7 +189,8 @@ class ClientCore:
         if request.wants_logprobs and len(message.logprobs) != len(message.ids):
             return []  # it breaks the protocol; treat it as silent
         if request.first_token_at is None:
-            if request.prompt_logprobs == () and not self._take_prompt_logprobs(request, message):
+            unread = request.prompt_logprobs == () and not message.start  # they come with the first message alone
+            if unread and not self._take_prompt_logprobs(request, message):
                 return []
             request.cached_tokens = message.cached_tokens or request.cached_tokens
         request.alive_at = now

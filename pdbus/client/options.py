@@ -85,14 +85,13 @@ class Options(TypedDict, total=False):
     reason `thinking_token_budget`, `reasoning_parser` (its ranks have this one, and grammars begin behind the
     reasoning), `reasoning_ended` and `reasoning_parser_kwargs` (a JSON object). With penalties of the output, bad words
     of several tokens, a grammar or a thinking budget, an interrupted output cannot be resumed: the request fails.
-    Placement: `leg`
-    (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that decodes (or of
-    the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to 2^63 - 1; default:
-    drawn). Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is wanted within it;
-    0: the controller's own; used where its queue order is `slo`), `tpot_slo_s` (the same for each further token),
-    `slo_class` (a name for both that the controller knows), `priority` (-1000 to 1000, higher first), `rid` (at most
-    128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for
-    `cache_aware`; default: the ranks' block size where the controller uses hashes; 0: none), `traceparent` and
+    Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that
+    decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
+    2^63 - 1; default: drawn). Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is
+    wanted within it; 0: the controller's own; used where its queue order is `slo`), `tpot_slo_s` (the same for each
+    further token), `slo_class` (a name for both that the controller knows), `priority` (-1000 to 1000, higher first),
+    `rid` (at most 128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size,
+    for `cache_aware`; default: the ranks' block size where the controller uses hashes; 0: none), `traceparent` and
     `tracestate` (W3C Trace Context: the parent of the spans that controller and ranks export; default: no spans),
     `continue_on_disconnect` (run to the end even if this client is gone and the output is not read), `session` (at most
     256 characters: what the requests of one conversation have in common, for policies).

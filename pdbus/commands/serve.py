@@ -29,6 +29,7 @@ LIGHT = {
     "max_requests": "--max-num-queued-reqs",
     "max_body_bytes": "a proxy in front",
     "max_time_s": "a proxy in front",
+    "otlp_endpoint": "--otlp-traces-endpoint",
 }
 
 

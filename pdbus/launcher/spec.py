@@ -24,11 +24,12 @@ class PartSpec:
     args: tuple[str, ...]
     metrics_port: int = 0  # already among `args`; 0: it serves no metrics
     env: dict[str, str] = field(default_factory=dict)  # additional environment of this part
+    slow: bool = False  # it takes as long to start as a node
 
     @property
     def early(self) -> bool:
         """True if it is ready before any node is started: all but nodes, and an edge that takes as long as they do."""
-        return self.kind != "node" and "--front" not in self.args
+        return self.kind != "node" and not self.slow
 
     @property
     def duty(self) -> str:
@@ -107,6 +108,8 @@ class ClusterSpec:
             raise ConfigError("an embedded cluster has one controller")
         if self.embedded and (self.controller_args or self.broker_args):
             raise ConfigError("an embedded broker and controller take no command line")
+        if self.front not in ("light", "vllm"):
+            raise ConfigError(f"unknown front {self.front!r}; choose light or vllm")
         if self.front != "light" and self.tokenizers:
             raise ConfigError("--tokenizer is the light edge's; for --front vllm: --front-args '--tokenizer DIR'")
         if self.front_args and self.front == "light":
@@ -163,7 +166,7 @@ class ClusterSpec:
                 args += ("--front", self.front, "--model", self.model, "--", *self._of_model(), *self.front_args)
             else:
                 args += tuple(word for each in self.tokenizers for word in ("--tokenizer", each))
-            parts.append(PartSpec("edge", "edge", "pdbus", args))
+            parts.append(PartSpec("edge", "edge", "pdbus", args, slow=self.front != "light"))
         return parts
 
     def _of_model(self) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import Any, Literal
 
+from bus.tracecontext import parse
 from pdbus.client import Options
+from pdbus.edge.fields import SESSION_MAX
 
 Api = Literal["openai", "responses", "anthropic"]
 PATHS: dict[str, Api] = {
@@ -23,7 +25,6 @@ PATHS: dict[str, Api] = {
     "/v1/responses": "responses",
     "/v1/messages": "anthropic",
 }
-SESSION_MAX = 128  # characters
 ANTHROPIC_TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
@@ -82,7 +83,7 @@ class Asked:
 
     def options(self) -> Options:
         """Return the options that the headers give, by the same names as at the light edge. Raises ValueError, with the
-        header's name first, for a wrong value."""
+        header's name first, for a wrong number of seconds; an invalid `traceparent` is ignored, as W3C says."""
         options = Options()
         for header, name in (
             ("x-request-deadline-s", "deadline_s"), ("x-ttft-slo-s", "ttft_slo_s"), ("x-tpot-slo-s", "tpot_slo_s"),
@@ -91,9 +92,9 @@ class Asked:
                 options[name] = _seconds(header, given)  # type: ignore[literal-required]
         if slo_class := self.headers.get("x-slo-class"):
             options["slo_class"] = slo_class
-        for header in ("traceparent", "tracestate"):
-            if given := self.headers.get(header):
-                options[header] = given  # type: ignore[literal-required]
+        trace = parse(self.headers.get("traceparent", ""), self.headers.get("tracestate", ""))
+        if trace is not None:
+            options["traceparent"], options["tracestate"] = trace.traceparent, trace.tracestate
         return options
 
     def session(self, session: str) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 from bus.errors import BusError, ConfigError, PartFailed, RequestFailed
 from bus.runtime.logs import Logger
 from bus.wire.codes import status_of
-from bus.wire.messages import TokenLogprobs
+from bus.wire.messages import Status, TokenLogprobs
 from pdbus.client import AsyncStream, Options
 from pdbus.edge.client import NO_RANK_S, EdgeClient
 from pdbus.edge.cluster import View
+from pdbus.edge.errors import RETRY_AFTER_S
 from pdbus.vllm_front import records
 from pdbus.vllm_front.asked import ASKED, Asked, Failure
 from pdbus.vllm_front.fields import Unsupported, options_of
@@ -27,7 +28,6 @@ from pdbus.vllm_front.metrics import FAILED
 from pdbus.vllm_front.settings import Settings
 
 LOOK_S = 1.0  # between two questions for the controller's status
-RETRY_AFTER_S = 1.0  # for a 503 without a hint
 OVERLOADED_MOST_S = 10.0  # how long one refusal as overloaded may stand for the next requests
 DRAIN_POLL_S = 0.05
 
@@ -109,6 +109,7 @@ class BusCore:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: EdgeClient | None = None
         self._looking: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._live: dict[str, Running] = {}
         self._news: list[Running] = []
         self._wake: asyncio.Future[None] | None = None
@@ -140,9 +141,12 @@ class BusCore:
 
     async def get_output_async(self) -> Any:
         """Wait until output has come, and return that of all requests since the last call. A request that failed gets
-        its error directly."""
+        its error directly. Raises PartFailed once the client library has broken."""
         self._start()
+        assert self._looking is not None
         while True:
+            if self._looking.done() and not self._looking.cancelled():
+                self._looking.result()  # the connection is broken for good: vLLM ends its server
             news, self._news = self._news, []
             found = [record for running in news if (record := self._taken(running)) is not None]
             if found:
@@ -203,7 +207,7 @@ class BusCore:
         why = self.unready()
         waits = self._unready_at is not None and now - self._unready_at < NO_RANK_S  # a rank may come back meanwhile
         if why and (self.draining or not waits):
-            return records.error_of(Failure(503, why, None, RETRY_AFTER_S))
+            return records.error_of(Failure(503, why))
         if now < self._overloaded_until:
             FAILED.labels("overloaded_before").inc()
             return records.error_of(Failure(503, "the cluster is overloaded; try again later"))
@@ -222,6 +226,7 @@ class BusCore:
             settings = self._settings
             self._client = EdgeClient(settings.controller, settings.keys, settings.key_name)
             self._looking = asyncio.create_task(self._look())
+            self._looking.add_done_callback(lambda _: self._wake_up())
 
     def _options(self, request: Any, asked: Asked | None) -> Options:
         options = options_of(request, reasoning_parser=self._reasoning_parser)
@@ -236,18 +241,24 @@ class BusCore:
     async def _look(self) -> None:
         assert self._client is not None
         while True:
-            with suppress(BusError):  # the last status stays, and gets old
-                seen = await self._client.status(timeout_s=LOOK_S)
-                fresh = self.view.seen is None
-                self.view = self.view.followed_by(seen, time.monotonic())
-                if not self.view.unready(time.monotonic()):
-                    self._unready_at = None
-                elif self._unready_at is None:
-                    self._unready_at = time.monotonic()
-                if fresh:
-                    models = ", ".join(self.view.models) or "none yet"
-                    log.info("pdbus.front.connected", controller=self._settings.controller, models=models)
+            try:
+                self._follow(await self._client.status(timeout_s=LOOK_S), time.monotonic())
+            except PartFailed:
+                raise
+            except BusError:  # the last status stays, and gets old
+                pass
             await asyncio.sleep(0.1 if self.view.seen is None else LOOK_S)
+
+    def _follow(self, seen: Status, now: float) -> None:
+        fresh = self.view.seen is None
+        self.view = self.view.followed_by(seen, now)
+        if not self.view.unready(now):
+            self._unready_at = None
+        elif self._unready_at is None:
+            self._unready_at = now
+        if fresh:
+            models = ", ".join(self.view.models) or "none yet"
+            log.info("pdbus.front.connected", controller=self._settings.controller, models=models)
 
     def _model(self) -> str:
         """Return the model's name on the bus: the one that was set, else the served name where ranks have it."""
@@ -263,7 +274,7 @@ class BusCore:
         assert self._client is not None
         try:
             running.stream = await self._client.generate_tokens(ids, **options)
-        except (BusError, TypeError) as error:
+        except Exception as error:  # a request that vLLM does not hear of would hang
             running.error = error
             self._list_news(running)
             return
@@ -275,8 +286,11 @@ class BusCore:
         if not running.listed:
             running.listed = True
             self._news.append(running)
-            if self._wake is not None and not self._wake.done():
-                self._wake.set_result(None)
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     def _taken(self, running: Running) -> Any:
         running.listed = False
@@ -325,7 +339,7 @@ class BusCore:
             return Failure(503, error.message, None, hint_s)
         if isinstance(error, BusError):
             FAILED.labels("part_failed" if isinstance(error, PartFailed) else "peer_lost").inc()
-            return Failure(503, str(error), None, RETRY_AFTER_S)
+            return Failure(503, str(error))
         FAILED.labels("crashed").inc()
         log.exception("pdbus.front.crashed")
         return Failure(500, "the server has failed; its log says why")

@@ -101,7 +101,6 @@ def options_of(request: Any, *, reasoning_parser: str = "") -> Options:
         options["cache_salt"] = request.cache_salt
     if len(request.request_id) <= RID_MAX:
         options["rid"] = request.request_id
-    options |= trace_options(request.trace_headers or {})
     return options
 
 
@@ -112,8 +111,8 @@ def check_request(request: Any) -> None:
         raise Unsupported("prompt", "a request without a prompt of token ids is not supported")
 
 
-def sampling_options(params: Any) -> Options:
-    """Return the client library's options for `SamplingParams`. Raises Unsupported as `options_of` does."""
+def check_sampling(params: Any) -> None:
+    """Raise Unsupported for a field of `SamplingParams` that asks for something no rank can do."""
     if (params.extra_args or {}).get("kv_transfer_params") is not None:
         raise Unsupported("kv_transfer_params", "kv_transfer_params are chosen by the cluster, not by a client")
     taken = MAPPED | OF_THE_SERVER
@@ -122,6 +121,13 @@ def sampling_options(params: Any) -> Options:
     if (params.extra_args or {}).keys() <= {"session_id"}:
         taken |= {"extra_args"}
     _refuse(params, taken, REFUSED)
+    if params.structured_outputs is not None:
+        _refuse(params.structured_outputs, GRAMMARS | GRAMMAR_OF_THE_SERVER, GRAMMAR_REFUSED)
+
+
+def sampling_options(params: Any) -> Options:
+    """Return the client library's options for `SamplingParams`. Raises Unsupported as `options_of` does."""
+    check_sampling(params)
     options = Options(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -161,8 +167,7 @@ def sampling_options(params: Any) -> Options:
 
 
 def grammar_options(grammar: Any) -> Options:
-    """Return the client library's option for `StructuredOutputsParams`. Raises Unsupported as `options_of` does."""
-    _refuse(grammar, GRAMMARS | GRAMMAR_OF_THE_SERVER, GRAMMAR_REFUSED)
+    """Return the client library's option for `StructuredOutputsParams`, which `check_sampling` has passed."""
     if grammar.json is not None:
         given = grammar.json
         return {"json_schema": given if isinstance(given, str) else json.dumps(given)}
@@ -183,17 +188,6 @@ def priority_of(priority: int) -> int:
     if abs(priority) > PRIORITY_MAX:
         raise Unsupported("priority", f"priority: {-PRIORITY_MAX} to {PRIORITY_MAX}, not {priority}")
     return -priority
-
-
-def trace_options(headers: Mapping[str, str]) -> Options:
-    """Return the client library's options for W3C trace headers, by their names in lower case; empty without
-    `traceparent`."""
-    options = Options()
-    if traceparent := headers.get("traceparent"):
-        options["traceparent"] = traceparent
-        if tracestate := headers.get("tracestate"):
-            options["tracestate"] = tracestate
-    return options
 
 
 def _reasons(params: Any) -> bool:

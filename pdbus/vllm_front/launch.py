@@ -6,13 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-SEVERAL_PROCESSES = {
-    "data_parallel_multi_port_external_lb": "--data-parallel-multi-port-external-lb",
-    "data_parallel_external_lb": "--data-parallel-external-lb",
-    "data_parallel_hybrid_lb": "--data-parallel-hybrid-lb",
-    "data_parallel_rank": "--data-parallel-rank",
-    "data_parallel_start_rank": "--data-parallel-start-rank",
-}
+from nodes.vllm.versions import coupling
+
 # The arguments that an engine and a server in front of it have in common, and whether a value follows.
 OF_THE_MODEL = {
     "--served-model-name": True, "--tokenizer": True, "--tokenizer-mode": True, "--tokenizer-revision": True,
@@ -31,10 +26,8 @@ def refused_arguments(args: Any) -> str:
         return "--grpc: only vLLM's HTTP server can be in front of the bus"
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0") or os.environ.get("VLLM_RUST_FRONTEND_PATH"):
         return "VLLM_USE_RUST_FRONTEND: only vLLM's HTTP server in Python can be in front of the bus; unset it"
-    for name, option in SEVERAL_PROCESSES.items():
-        value = getattr(args, name, None)
-        if value is not None and value is not False:
-            return f"{option}: {OF_AN_ENGINE}"
+    if option := coupling(args):
+        return f"{option}: {OF_AN_ENGINE}"
     if (getattr(args, "data_parallel_size", 1) or 1) > 1:
         return f"--data-parallel-size: {OF_AN_ENGINE} (more servers: --api-server-count)"
     if getattr(args, "enable_lora", False):

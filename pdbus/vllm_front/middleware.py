@@ -11,13 +11,13 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from pdbus.edge.errors import RETRY_AFTER_S
 from pdbus.vllm_front.asked import ASKED, PATHS, Api, Asked, Failure
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-RETRY_AFTER_S = 1.0
 BUSY = (429, 503)
 
 

@@ -21,10 +21,10 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from bus.wire.messages import FinishReason as BusFinish
 from bus.wire.messages import TokenLogprobs
+from nodes.link.logprobs import LEAST
 from pdbus.vllm_front.asked import Failure
 
 FINISHES: dict[BusFinish, Any] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-IMPOSSIBLE = -9999.0  # the bus' lowest logarithm of a probability
 
 
 class BusFailed(GracefulHTTPError, GenerationError):  # type: ignore[misc]
@@ -91,7 +91,7 @@ def logprobs_lists(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: i
     """Return vLLM's arrays of log probabilities: a row a token, the sampled one first, then the likeliest. A sampled
     token whose rank was not reported, and which is not among these, ranks behind them."""
     tokens = np.zeros((len(ids), top + 1), dtype=np.int32)
-    values = np.full((len(ids), top + 1), IMPOSSIBLE, dtype=np.float32)
+    values = np.full((len(ids), top + 1), LEAST, dtype=np.float32)
     ranks = np.full(len(ids), top + 1, dtype=np.int32)
     for row, (token, each) in enumerate(zip(ids, logprobs, strict=True)):
         tokens[row, 0], values[row, 0] = token, each.logprob

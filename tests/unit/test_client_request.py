@@ -665,6 +665,13 @@ def test_log_probabilities_of_the_prompt_come_before_its_first_token() -> None:
     assert (driver.result.ids, driver.result.prompt_logprobs) == ((11, 12, 13, 14), of_prompt)
 
 
+def test_where_the_first_message_with_them_is_lost_it_is_asked_for_at_once() -> None:
+    driver = Driver(leg="unified", prompt_logprobs=1)
+    driver.accept()
+    (asked,) = driver.receive(Tokens("r", 1, 1, (12,)), RANK_0.endpoint)
+    assert asked == Attach("r", 1, 0, True, 9)
+
+
 def test_log_probabilities_that_nobody_asked_for_are_not_kept() -> None:
     driver = Driver()
     driver.accept()

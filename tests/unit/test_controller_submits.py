@@ -204,6 +204,16 @@ class TestLoneLegs:
         world.report(D[0], waiting=4, waiting_tokens=2000, acks=[(EPOCH, 1, 10)])
         assert [each.rid for each in world.dispatches(D[0])] == ["pair", "later"]
 
+    def test_such_a_leg_keeps_away_from_ranks_that_it_avoids(self) -> None:
+        """As the one that it failed at, though that has less to do."""
+        world = World()
+        for rank, waiting in zip(D, (4, 5), strict=True):
+            world.join(rank)
+            world.report(rank, waiting=waiting, waiting_tokens=2000)
+            assert not world.known(rank).load.candidate
+        world.submit(submit("r", "decode", avoid=((D[0].instance, D[0].dp_rank),)))
+        assert [each.rid for each in world.dispatches(D[1])] == ["r"]
+
     def test_unified_needs_no_room(self) -> None:
         world = unified()
         world.submit(submit("r"))
