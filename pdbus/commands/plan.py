@@ -34,7 +34,7 @@ WIDE = 160  # columns of the whole table
     epilog="It tries each split of the ranks first, then methods and orders at the best split, then the best choice at "
     "the neighbouring splits, and with decode admission where tokens are too slow. Times are the trace's own."
 )
-@click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("trace", required=False, type=click.Path(path_type=Path))
 @option("--ranks", type=click.IntRange(2, 512), default=16, help="All ranks, prefill and decode together.")
 @option("--slo-ttft", type=cli.Seconds(), default=2.0, metavar="SECONDS", help="Limit for the first token.")
 @option(
@@ -43,7 +43,7 @@ WIDE = 160  # columns of the whole table
 @option("--rate", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Factor for the rate of requests.")
 @timing_option
 @option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Factor for the duration of steps.")
-@setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace (512 tokens).")
+@setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace; 0: 2,048,000 tokens.")
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
 @setting("report_delay_s", "Additional delay of load reports.")
@@ -78,7 +78,8 @@ def plan(trace: Path | None, **options: Any) -> None:
     if out is not None:
         prepare(out)
     seeds = range(config.seed, config.seed + options["seeds"])
-    traces = [found.scaled(1 / options["rate"]) for found in traces_of(trace, options["duration_s"], seeds)]
+    read = zip(seeds, traces_of(trace, options["duration_s"], seeds), strict=True)
+    traces = [(each if each.timed else each.started(seed)).scaled(1 / options["rate"]) for seed, each in read]
     console = Console(stderr=True, quiet=options["as_json"])
     found = find(traces, options["ranks"], config, lambda runs: run_virtual(runs, options["jobs"], console))
     names = ("ranks", "slo_ttft", "slo_tpot", "rate", "timing", "timing_scale", "seeds")

@@ -49,7 +49,7 @@ class _Command(click.Command):
 
 
 @click.command(cls=_Command)
-@click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("trace", required=False, type=click.Path(path_type=Path))
 @option("--methods", default=DEFAULT_METHODS, metavar="A,B,...",
          help="Methods to compare: `all` of these, or your own as module:Class or file.py:Class.")  # fmt: skip
 @setting("ranks", "Prefill ranks.")
@@ -92,7 +92,7 @@ class _Command(click.Command):
          f"the run; without TRACE: the length [default: all, {GENERATED_S:g}]")  # fmt: skip
 @option("--sessions", type=click.IntRange(2, 100_000), default=None, show_default=False,
          help="Without TRACE: generate so many sessions of coding agents, shaped as AIPerf's.")  # fmt: skip
-@setting("seed", "Seed for all random draws: jitter, lost reports, a generated trace.")
+@setting("seed", "Seed for all random draws: jitter, lost reports, starts of sessions, a generated trace.")
 @option("--seeds", type=click.IntRange(1, 1000), metavar="N", default=1,
          help="Runs of each method, from --seed on: means, with 95 % confidence intervals.")  # fmt: skip
 @option("--live", is_flag=True, show_default=False,
@@ -106,11 +106,11 @@ class _Command(click.Command):
          help="Divide the lengths of prompts, outputs and blocks by this (for small engines).")  # fmt: skip
 @option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
 @option("--out", type=click.Path(path_type=Path, file_okay=False), default=None,
-         help="Write methods.png, ttft.png, load.png and replay.json there.")  # fmt: skip
+         help="Write the plots (of throughput too for several --concurrency) and replay.json there.")  # fmt: skip
 @option("--markdown", is_flag=True, help="Print the table for a document.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def replay(trace: Path | None, **options: Any) -> None:
-    """Replay TRACE (Mooncake JSON lines or Azure CSV; without it, a generated trace) with several balancing methods.
+    """Replay TRACE (a file or folder; without it, a generated trace) with several balancing methods.
 
     It runs in virtual time, with the load table, policies and batching that also run live.
     """
@@ -192,7 +192,7 @@ def _live(
                     live = result_of(run_live(requests, method, config, engine, status.update), config)
                     status.update(f"{name} once more in virtual time")
                     twin = virtual_twin(config, engine)
-                    virtual = result_of(simulate(requests, method, twin), twin, f"{name} (virtual)")
+                    virtual = result_of(simulate(requests, method, twin), twin, " (virtual)")
                     results += [live, virtual]
                     console.print(_beside(live, virtual), highlight=False, soft_wrap=True)
     for method in methods:

@@ -41,7 +41,6 @@ class Arrivals:
         self._to_come = iter(list(self._sessions))
         self._unended = len(requests)
         self._pending: set[int] = set()  # those that count and have not ended
-        self._ended_s = [0.0] * len(requests)
         self.counted: list[int] = []  # places of the requests that count, by arrival
         self.began_s = config.warm_up_s
         self.closed_s = math.inf  # when the window closed
@@ -69,12 +68,10 @@ class Arrivals:
         `config.concurrency` the next session, if this one has ended."""
         self._unended -= 1
         self._pending.discard(place)
-        self._ended_s[place] = now
         for follower in self._followers[place]:
             self._waits_for[follower] -= 1
             if not self._waits_for[follower]:
-                request = self._trace.requests[follower]
-                self._begin(follower, max(self._ended_s[each] for each in request.after) + request.think_s)
+                self._begin(follower, now + self._trace.requests[follower].think_s)
         session = self._trace.session_of(place)
         self._left[session] -= 1
         if self._concurrency and not self._left[session]:

@@ -32,10 +32,10 @@ def offered_load(trace: Trace, config: LabConfig) -> float:
 
 def stretch(trace: Trace, config: LabConfig) -> Trace:
     """Return `trace` from second 0 on, with coarse timestamps spread and its time stretched to `config.load` or
-    `config.rate`; as it is with `config.concurrency`, where no time counts. Raises ConfigError for a trace without
-    starts of its own that is given none of the three."""
+    `config.rate`. With `config.concurrency` no time counts: it is returned as it is, sessions without starts in a
+    drawn order. Raises ConfigError for a trace without starts of its own that is given none of the three."""
     if config.concurrency:
-        return trace if trace.timed else trace.started(config.seed)  # in a drawn order
+        return trace if trace.timed else trace.started(config.seed)
     if not trace.timed:
         if not (config.load or config.rate):
             raise ConfigError(
@@ -52,5 +52,6 @@ def _starting_s(trace: Trace) -> float:
     """Return the seconds from the first start of a session to the last. Raises ConfigError for a single session."""
     starts = list(trace.starts_s.values())
     if starts[0] == starts[-1]:
-        raise ConfigError(f"{trace.name} has one session, so that nothing can be stretched: give --load 0")
+        why = f"all sessions of {trace.name} begin at one time, so that nothing can be stretched"
+        raise ConfigError(f"{why}: give --concurrency")
     return starts[-1] - starts[0]

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -44,6 +44,7 @@ class Result:
     ttfts: list[float]
     sample_s: float
     load: list[list[int]]
+    line: str = ""  # `method` without the number of sessions under way, for plots over that
     concurrency: int = 0  # sessions under way; 0: they started at their times
 
 
@@ -54,12 +55,14 @@ def row_of(method: str, config: LabConfig) -> str:
     return f"{method}{order}" + (f" c{config.concurrency}" if config.concurrency else "")
 
 
-def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
-    """Return the result of a run that gave `outcome`, under `name`, or under its method's row name if that is empty."""
+def result_of(outcome: Outcome, config: LabConfig, kind: str = "") -> Result:
+    """Return the result of a run that gave `outcome`, under its method's row name with `kind` behind it."""
     load = [list(row) for row in outcome.load]
     summary = summarise(outcome, config)
-    return Result(name or row_of(outcome.method, config), config.seed, summary, ttfts(outcome), outcome.sample_s, load,
-                  config.concurrency)  # fmt: skip
+    name, line = (row_of(outcome.method, each) + kind for each in (config, replace(config, concurrency=0)))
+    return Result(
+        name, config.seed, summary, ttfts(outcome), outcome.sample_s, load, line=line, concurrency=config.concurrency
+    )
 
 
 def compare(

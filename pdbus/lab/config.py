@@ -69,6 +69,8 @@ class LabConfig:
         for name in ("report_interval_s", "stale_s", "sent_interval_s", "sample_s"):
             if not 0.001 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_option(name)} must be at least 0.001 s, not {getattr(self, name)}")
+        if self.rate and self.concurrency:
+            raise ConfigError("--rate and --concurrency exclude each other")
         if not 0 <= self.report_loss < 1:
             raise ConfigError(f"--report-loss must lie in 0..1 (1 excluded), not {self.report_loss}")
         if self.queue_order not in ("arrival", "slo"):

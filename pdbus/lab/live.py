@@ -10,7 +10,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import count
@@ -112,41 +112,42 @@ class _Replay:
         self._arrivals = Arrivals(trace, config, self._begin)
         self._outcome = Outcome(method, [], config.sample_s)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        self._before: Status | None = None  # when requests began to count
         self._came = 0
 
     async def run(self) -> Outcome:
-        self._began = time.monotonic()
         async with sampling(self._sample, self._config.sample_s):
-            self._arrivals.start()
+            self._arrivals.start()  # which makes prompts; no task has run yet
+            self._began = time.monotonic()
             try:
                 while not self._arrivals.done(self._now()):
-                    limit_s = max(0.0, self._config.end_s - self._now()) + 0.01 if self._config.end_s else None
-                    running = tuple(self._tasks)
-                    done, _ = await asyncio.wait(running, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                    self._tasks -= done
-                    for task in done:
+                    left_s = self._config.end_s - self._now()
+                    with suppress(TimeoutError):
+                        task = await asyncio.wait_for(self._over.get(), left_s if left_s > 0 else None)
+                        self._tasks.discard(task)
                         task.result()  # raises what it failed with
             finally:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-        outcome, arrivals = self._outcome, self._arrivals
-        outcome.courses = [self._courses[place] for place in sorted(arrivals.counted)]
-        outcome.began_s, outcome.ended_s = arrivals.began_s, self._now()
-        outcome.until_s = arrivals.until_s(outcome.ended_s)
-        _totals(outcome, await self._client.status(), self._config)
+        outcome = self._outcome
+        outcome.count(self._courses, self._arrivals, self._now())
+        _totals(outcome, self._before, await self._client.status(), self._config)
         return outcome
 
     def _now(self) -> float:
         return time.monotonic() - self._began
 
     def _begin(self, place: int, at_s: float) -> None:
-        self._tasks.add(asyncio.get_running_loop().create_task(self._one(place, at_s)))
+        prompt = make_prompt(self._trace.requests[place], self._trace.block_tokens, place)
+        task = asyncio.get_running_loop().create_task(self._one(place, at_s, prompt))
+        task.add_done_callback(self._over.put_nowait)
+        self._tasks.add(task)
 
-    async def _one(self, place: int, at_s: float) -> None:
+    async def _one(self, place: int, at_s: float, prompt: array[int]) -> None:
         """Run a request from its arrival to its end."""
         course = self._courses[place]
-        prompt = make_prompt(course.request, self._trace.block_tokens, place)  # before its time has come
         await asyncio.sleep(at_s - self._now())
         course.arrived_s = self._now()
         self._arrivals.arrived(place, course.arrived_s)
@@ -164,6 +165,7 @@ class _Replay:
     async def _sample(self) -> None:
         status = await self._client.status()
         if self._now() >= self._arrivals.began_s:
+            self._before = self._before or status
             self._outcome.load.append(_queued(status, self._config.ranks))
         share = self._arrivals.share(self._now())
         self._on_progress(f"{self._outcome.method}: {self._now():.0f} s, {self._came} requests sent, {share:.0%} done")
@@ -223,14 +225,21 @@ def _queued(status: Status, ranks: int) -> array[int]:
     return row
 
 
-def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
-    """Set the figures that only nodes know, from their last reports."""
-    loads = {role: [r.load for r in status.ranks if r.role == role and r.load] for role in ("prefill", "decode")}
-    prompt = sum(load.admitted_tokens_total for load in loads["prefill"])
-    outcome.cache_hit_rate = sum(load.cached_tokens_total for load in loads["prefill"]) / prompt if prompt else 0.0
-    for role, ranks in (("prefill", config.ranks), ("decode", config.decode_ranks)):
-        busy = sum(load.busy_us_total for load in loads[role]) / 1e6 / (ranks * outcome.ended_s)
-        setattr(outcome, f"{role}_busy", busy)
+def _totals(outcome: Outcome, before: Status | None, after: Status, config: LabConfig) -> None:
+    """Set the figures that only nodes know, from their reports when requests began to count and at the end."""
+
+    def total(status: Status | None, role: str, name: str) -> int:
+        ranks = () if status is None else status.ranks
+        return sum(int(getattr(rank.load, name)) for rank in ranks if rank.role == role and rank.load)
+
+    def grown(role: str, name: str) -> int:
+        return total(after, role, name) - total(before, role, name)
+
+    prompt = grown("prefill", "admitted_tokens_total")
+    outcome.cache_hit_rate = grown("prefill", "cached_tokens_total") / prompt if prompt else 0.0
+    elapsed_us = (outcome.ended_s - outcome.began_s) * 1e6
+    outcome.prefill_busy = min(1.0, grown("prefill", "busy_us_total") / (config.ranks * elapsed_us))
+    outcome.decode_busy = min(1.0, grown("decode", "busy_us_total") / (config.decode_ranks * elapsed_us))
 
 
 def spec_of(method: str, config: LabConfig, block_tokens: int, engine: LiveEngine) -> ClusterSpec:

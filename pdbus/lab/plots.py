@@ -182,8 +182,8 @@ def _draw_throughput(pyplot: Any, methods: dict[str, list[Result]], title: str) 
     """Draw mean TTFT and mean TPOT over requests/s, one point for each number of sessions under way: in a closed loop
     the two go together, because a method that answers sooner is asked more."""
     lines: dict[str, list[list[Result]]] = {}
-    for method, runs in methods.items():
-        lines.setdefault(method.replace(f" c{runs[0].concurrency}", ""), []).append(runs)
+    for runs in methods.values():
+        lines.setdefault(runs[0].line, []).append(runs)
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for axes, field in zip(panels, ("ttft_mean_s", "tpot_mean_s"), strict=True):
         column = next(column for column in COLUMNS if column.field == field)

@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pdbus.lab.traces import BLOCK_TOKENS, Trace, TraceRequest, in_order
+from pdbus.lab.traces import BLOCK_TOKENS, Trace, TraceRequest, checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +81,4 @@ def generate_sessions(sessions: int, *, seed: int = 1, shape: SessionShape | Non
             rise = 1 + (shape.end_rise - 1) * tokens / shape.limit_tokens
             if rng.random() < shape.end_probability * rise:
                 break
-    return Trace(f"sessions-{seed}", in_order(requests), BLOCK_TOKENS, timed=False)
+    return checked(f"sessions-{seed}", requests, BLOCK_TOKENS, timed=False)

@@ -62,21 +62,32 @@ class Outcome:
     load: list[array[int]] = field(default_factory=list)  # since the warm-up
     decode_load: list[array[int]] = field(default_factory=list)  # the same for decode ranks, in requests
     began_s: float = 0.0  # when requests began to count
-    until_s: float = 0.0  # when they ceased to: with the last arrival, or where sessions became fewer
+    until_s: float = 0.0  # when they ceased to: the end of the window (see `pdbus.lab.arrivals`), or of the run
     ended_s: float = 0.0  # when the last request that counts ended
     prefill_busy: float = 0.0  # share of the time that prefill ranks computed
     decode_busy: float = 0.0  # share of the time that decode ranks computed
     cache_hit_rate: float | None = None  # set where the requests have no cached tokens of their own
 
+    def count(self, courses: Seq[RequestOutcome], arrivals: Arrivals, ended_s: float) -> None:
+        """Set the requests that count, of all `courses` of the trace, and the times of a run that ended at `ended_s`.
+        Raises ConfigError where none counts."""
+        self.courses = [courses[place] for place in sorted(arrivals.counted)]
+        self.began_s, self.until_s, self.ended_s = arrivals.began_s, arrivals.until_s(ended_s), ended_s
+        if not self.courses:
+            raise ConfigError(
+                f"no request came after the warm-up ({self.began_s:g} s) and before the figures ended "
+                f"({self.until_s:g} s): warm up for less, or give more sessions"
+            )
+
 
 def simulate(
     trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None] = lambda share: None
 ) -> Outcome:
-    """Replay `trace` with `method` for prefill ranks in virtual time, stretched to `config.load`, and return the
-    outcome once all requests have ended. It computes in this thread (seconds to minutes). Raises ConfigError for an
-    unknown method, or when a request exceeds the memory of a rank.
+    """Replay `trace` with `method` for prefill ranks in virtual time, stretched as `config` says, and return
+    the outcome once all requests that count have ended. It computes in this thread (seconds to minutes). Raises
+    ConfigError for an unknown method, when a request exceeds the memory of a rank, and when no request counts.
 
-    `on_share` is called regularly with the share of requests that have ended.
+    `on_share` is called regularly with an estimate of the share of the run that is done.
     """
     check_method(method)
     check_method(config.decode_method)
@@ -189,15 +200,8 @@ class _Run:
         arrivals, loop = self.arrivals, self.loop
         loop.run(lambda: arrivals.done(loop.now))
         assert arrivals.done(loop.now), "some requests never ended"
-        if not arrivals.counted:
-            raise ConfigError(
-                f"no request of {self.trace.name} came after the warm-up ({self.config.warm_up_s:g} s) and before the "
-                f"figures ended ({min(arrivals.closed_s, loop.now):g} s): warm up for less, or give more sessions"
-            )
         outcome = self.outcome
-        outcome.courses = [self.courses[number] for number in sorted(arrivals.counted)]
-        outcome.began_s, outcome.ended_s = arrivals.began_s, loop.now
-        outcome.until_s = arrivals.until_s(loop.now)
+        outcome.count(self.courses, arrivals, loop.now)
         elapsed_s = loop.now - outcome.began_s
         outcome.prefill_busy = _busy(self.prefill.ranks, self.busy_before[0], elapsed_s)
         outcome.decode_busy = _busy(self.decode.ranks, self.busy_before[1], elapsed_s)
@@ -462,7 +466,9 @@ class _Run:
 
 
 def _busy(ranks: list[VirtualRank], before_us: int, elapsed_s: float) -> float:
-    return (_busy_us(ranks) - before_us) / 1e6 / (len(ranks) * elapsed_s) if ranks and elapsed_s else 0.0
+    """Return the share of the time; at most 1, since a step counts wholly on one side of an edge."""
+    busy_s = (_busy_us(ranks) - before_us) / 1e6
+    return min(1.0, busy_s / (len(ranks) * elapsed_s)) if ranks and elapsed_s else 0.0
 
 
 def _busy_us(ranks: list[VirtualRank]) -> int:

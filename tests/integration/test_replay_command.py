@@ -124,6 +124,8 @@ def test_markdown() -> None:
         (("--live", "--methods", "oracle"), "--live runs what a controller can"),
         (("--concurrency", "two"), "--concurrency is a number, or some with commas between them"),
         (("--concurrency", "0"), "--concurrency must lie between 1 and 1,000,000"),
+        (("--concurrency", "2", "--rate", "1"), "--rate and --concurrency exclude each other"),
+        (("tests",), "has no .json file: a folder is read as WEKA's sessions"),
         (("--engine", "vllm"), "--engine vllm is for --live"),
         (("--live", "--model", "smollm2"), "--model and --engine-args are for --engine vllm"),
         (("--live", "--engine", "vllm", "--engine-args", "'--x"), "--engine-args: No closing quotation"),
@@ -166,7 +168,7 @@ def test_live_orders_take_turns_with_the_same_requests() -> None:
 
 
 def test_sessions_by_number_under_way_as_the_page_has_it(tmp_path: Path) -> None:
-    """With fewer sessions."""
+    """The page's command runs with fewer sessions."""
     out = tmp_path / "plots"
     lines = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8").splitlines()
     (line,) = [each for each in lines if each.startswith("    pdbus replay --sessions")]

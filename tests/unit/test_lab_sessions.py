@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -78,39 +78,51 @@ def test_so_many_sessions_are_under_way_and_the_next_begins_when_one_has_ended()
     for course in courses:
         spans[course.request.session] += [course.arrived_s, course.finished_s]
     edges = sorted([(min(each), 1) for each in spans.values()] + [(max(each), -1) for each in spans.values()])
-    under_way, most, starts = 0, 0, 0
+    under_way = most = 0
     for _, by in edges:
         under_way += by
         most = max(most, under_way)
-        starts += by > 0
     assert most == 3
     begun = sorted(min(each) for each in spans.values())
     ended = sorted(max(each) for each in spans.values())
     assert begun[3:] == pytest.approx(ended[: len(begun) - 3]), "each of the others begins with the end of one"
 
 
-def test_what_comes_after_the_last_session_began_is_in_no_figure() -> None:
-    """Then fewer are under way: 9 sessions, 3 at once, each one request of a second."""
-    requests = [request for session in range(9) for request in turns(session, 0.0, 1.0, at=2 * session)]
-    trace = Trace("t", tuple(requests), 16, timed=False)
-    config = replace(ONE_RANK, ranks=3, concurrency=3)
-    outcome = simulate(trace, "round_robin", config)
-    last_start = max(course.arrived_s for course in outcome.courses if not course.request.after)
-    assert outcome.until_s >= last_start
-    assert all(course.arrived_s < outcome.until_s for course in outcome.courses)
-    assert not any(math.isnan(course.finished_s) for course in outcome.courses), "what counts is waited for"
+def test_what_comes_after_sessions_became_fewer_is_in_no_figure() -> None:
+    """Four sessions of two turns, two under way. From second 16 on one is alone, and its last turn does not count."""
+    requests = [
+        request
+        for number in range(4)
+        for request in turns(number, 0.0, 3.0 * (number + 1), arrival_s=float(number), at=2 * number)
+    ]
+    outcome = simulate(Trace("t", tuple(requests), 16), "round_robin", replace(ONE_RANK, ranks=4, concurrency=2))
+    assert (len(outcome.courses), outcome.until_s) == (7, 16.0)
 
 
 def test_the_window_of_the_figures() -> None:
     trace = Trace("t", tuple(TraceRequest(float(n), 16, 1) for n in range(20)), 16)
     config = replace(ONE_RANK, warm_up_s=5.0, end_s=15.0)
-    assert arrivals(simulate(trace, "round_robin", config).courses) == [float(n) for n in range(5, 15)]
-    found = summarise(simulate(trace, "round_robin", config), config)
-    assert (found.requests, found.requests_per_s) == (10, 1.0)
+    outcome = simulate(trace, "round_robin", config)
+    assert arrivals(outcome.courses) == [float(n) for n in range(5, 15)]
+    assert (outcome.began_s, outcome.until_s, outcome.ended_s, len(outcome.load)) == (5.0, 15.0, 15.0, 11)
+    assert outcome.prefill_busy == 1.0
+    found = summarise(outcome, config)
+    assert (found.requests, found.requests_per_s, found.goodput_per_s, found.output_tokens_per_s) == (10, 1.0, 1.0, 1.0)
+    half = summarise(simulate(trace, "round_robin", replace(config, ranks=2)), replace(config, ranks=2))
+    assert half.prefill_busy == pytest.approx(0.5, abs=0.06), "what was computed before the window is no part of it"
+    slow = replace(config, timing=SimTiming(3.0, 0.0, 0.0, 0.0))
+    outcome = simulate(trace, "round_robin", slow)
+    assert outcome.until_s == 15.0 < outcome.ended_s, "the end of the window, not of the run that it waits for"
     few = replace(config, end_s=0.0, end_requests=4)
     assert arrivals(simulate(trace, "round_robin", few).courses) == [5.0, 6.0, 7.0, 8.0]
-    with pytest.raises(ConfigError, match="no request of t came after the warm-up"):
+    with pytest.raises(ConfigError, match=r"no request came after the warm-up \(50 s\)"):
         simulate(trace, "round_robin", replace(config, warm_up_s=50.0, end_s=60.0))
+
+
+def test_sessions_are_drawn_in_another_order_for_each_seed() -> None:
+    trace = generate_sessions(12, seed=1)
+    first, second = (trace.started(seed).requests for seed in (1, 2))
+    assert [each.session for each in first if not each.after] != [each.session for each in second if not each.after]
 
 
 def test_load_and_rate_stretch_the_starts_of_sessions_alone() -> None:
@@ -165,6 +177,9 @@ def test_the_shape_of_generated_sessions() -> None:
         groups.add(requests[0].hashes[62:82])
         assert requests[0].hashes[:62] == trace.requests[0].hashes[:62], "31,744 tokens are shared by all"
     assert 60 < len(groups) <= shape.groups
+    first = Counter(requests[0].hashes[62:82] for requests in by_session.values()).most_common()
+    assert first[0][1] > 2 * first[len(first) // 2][1], "few groups have many sessions"
+    assert len(generate_sessions(600, seed=2, shape=replace(shape, end_rise=4.0))) < 0.9 * len(trace)
     assert 8 < len(trace) / 600 < 16  # AIPerf's published trace has 11.6 turns a session
     expected = shape.tool_share * shape.tool.mean + (1 - shape.tool_share) * shape.human.mean
     assert mean(thinks) == pytest.approx(expected, abs=3 * stdev(thinks) / math.sqrt(len(thinks)))
@@ -210,6 +225,7 @@ def test_weka_sessions_with_a_sub_agent(tmp_path: Path) -> None:
     assert third.think_s == 6.5
     assert [len(each.hashes) for each in (first, agent, further, second, third)] == [3, 1, 2, 4, 1]
     assert second.hashes[:3] == first.hashes
+    assert all(before < place for place, request in enumerate(trace.requests) for before in request.after)
     ids = [{h for r in trace.requests if r.session == number for h in r.hashes} for number in (0, 1)]
     assert not ids[0] & ids[1], "ids are a session's own"
     shared = read_trace(write(tmp_path / "g.jsonl", weka(hash_id_scope="global"), weka(hash_id_scope="global")))
@@ -228,6 +244,9 @@ def test_a_folder_and_a_compressed_file_say_the_same(tmp_path: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(weka(id=name), indent=2))
     assert read_trace(tmp_path / "w.jsonl.gz") == read_trace(folder) == plain
     assert len(read_trace(folder / "a.json")) == 5, "one session over many lines"
+    (tmp_path / "damaged.gz").write_bytes(gzip.compress(b"{" * 999)[:12] + b"x" * 99)
+    with pytest.raises(ConfigError, match="cannot read the trace"):
+        read_trace(tmp_path / "damaged.gz")
     empty = tmp_path / "none"
     empty.mkdir()
     with pytest.raises(ConfigError, match=r"has no \.json file"):
@@ -248,6 +267,8 @@ def test_turns_of_aiperf_add_to_the_prompt_before(tmp_path: Path) -> None:
     assert second.hashes == (*first.hashes, 6, 7)
     assert (second.after, second.think_s, second.session) == ((0,), 2.45, first.session)
     assert (other.arrival_s, other.hashes, trace.timed) == (0.5, (1,), True)
+    row = {"input_length": 600, "output_length": 1, "timestamp": 0.0}
+    assert not read_trace(write(tmp_path / "0.jsonl", *({"session_id": n} | row for n in range(3)))).timed, "no starts"
 
 
 def test_bailian_chats_follow_their_parents(tmp_path: Path) -> None:
