@@ -11,7 +11,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from bus.errors import StartError
+from bus.errors import ConfigError, StartError
+from bus.runtime.cli import EXIT_CONFIG
 from pdbus.launcher.spec import PartSpec
 
 LOG_MAX_BYTES = 16 << 20
@@ -116,11 +117,12 @@ class Child:
             if pipe is not None and not pipe.closed:
                 pipe.close()
 
-    def failure(self) -> StartError:
+    def failure(self) -> ConfigError | StartError:
         """Return (not raise) an error that says in one line why it ended: by the last `error:` line of its log,
-        otherwise by `cause`."""
+        otherwise by `cause`. It is a ConfigError where the exit code says that a setting is bad."""
         errors = [line.partition(": error: ")[2] for line in self.last_lines() if ": error: " in line]
-        return StartError(f"{self.name}: {errors[-1] if errors else self.cause()}")
+        kind = ConfigError if self.returncode == EXIT_CONFIG else StartError
+        return kind(f"{self.name}: {errors[-1] if errors else self.cause()}")
 
     def cause(self) -> str:
         """Return its exit code or signal and the last line of its log, in one line."""

@@ -33,7 +33,7 @@ _PORT_TRIES = 5
 
 class Cluster:
     """A cluster of processes: `with Cluster(ClusterSpec(prefill=2, decode=2)) as cluster:`. Raises StartError on entry
-    when a part does not start.
+    when a part does not start, ConfigError when that is for a bad setting.
 
     While parts start, `progress` is called a few times a second with a line that names the parts waited for. With
     `restarts`, broker, controllers and edge are started again if they end while nodes start (which may take minutes),
@@ -80,7 +80,7 @@ class Cluster:
     def start(self) -> Cluster:
         """Start all parts and wait until they are READY. On failure the started parts are stopped again. Raises
         StartError when a part does not start or the cluster runs already (it then goes on running), and ConfigError for
-        settings that cannot be used, such as a `log_dir` that cannot be written."""
+        settings that cannot be used, such as an unknown model or a `log_dir` that cannot be written."""
         if self._inherited:
             type(self).__init__(self, self.spec, self._progress, restarts=self._restarts, notify=self._notify)
         if self._directory is not None:
@@ -189,7 +189,7 @@ class Cluster:
             raise StartError(f"{part} did not leave within {wait_s:g} s of {signal.Signals(number).name}")
 
     def restart(self, part: str) -> None:
-        """Restart a part, killing it first if it lives, and wait for its READY. Raises StartError as `start` does."""
+        """Restart a part, killing it first if it lives, and wait for its READY. Raises as `start` does."""
         if self._child(part).returncode is None:
             self.kill(part)
         self._wait_ready([self.begin(part)])

@@ -25,7 +25,8 @@ def wait_ready(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until each child is READY, calling `meanwhile` and `progress` (with a line to show) a few times a second.
-    Raises StartError when a child exits first, or when not all are READY after `timeout_s`. It stops no child."""
+    Raises StartError when a child exits first, ConfigError when that is for a bad setting, and StartError when not all
+    are READY after `timeout_s`. It stops no child."""
     began = time.monotonic()
     until = began + timeout_s
     waiting = {child.fileno: child for child in children}

@@ -21,6 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from bus.errors import ConfigError, StartError
+from bus.runtime.cli import EXIT_CONFIG
 from bus.runtime.keys import EDGE, ensure_keys, files_of, listed_keys, load_keys
 from pdbus.launcher.lifecycle import HURRY_S
 from pdbus.launcher.restarts import FINAL, GiveUp, RestartPolicy, Restarts
@@ -93,8 +94,8 @@ class RayCluster:
 
     def start(self) -> None:
         """Start all parts, nodes last, and wait until they are READY. Raises StartError when a part ends, or when Ray
-        lacks the resources or the time is up; KeyboardInterrupt after `interrupt`. The started parts go on running:
-        call `stop`."""
+        lacks the resources or the time is up; ConfigError when a part ends for a bad setting; KeyboardInterrupt after
+        `interrupt`. The started parts go on running: call `stop`."""
         if self.spec.keys:
             ensure_keys(
                 Path(self.spec.keys),
@@ -265,7 +266,8 @@ class RayCluster:
     def _ended(self, child: Remote, end: Ended) -> None:
         name = child.spec.name
         if not child.pid or end.code not in FINAL:
-            raise StartError(f"{name}: {end.cause}")
+            kind = ConfigError if end.code == EXIT_CONFIG else StartError
+            raise kind(f"{name}: {end.cause}")
         verdict = self._left.exited(name, end.code, end.cause, time.monotonic())
         if isinstance(verdict, GiveUp):
             raise StartError(f"{name}: {end.cause}; gave up: {verdict.why}")

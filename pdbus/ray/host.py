@@ -17,7 +17,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import NoReturn, TypeAlias
 
-from bus.errors import StartError
+from bus.errors import ConfigError, StartError
 from pdbus.launcher.child import Child, start
 from pdbus.launcher.lifecycle import take_down, wait_ready
 from pdbus.launcher.restarts import FINAL, RestartPolicy
@@ -158,7 +158,7 @@ class Host:
             self._serve()
         except _Leave:
             pass
-        except StartError as error:
+        except (ConfigError, StartError) as error:
             child = self.children.get(self._task.part)
             end = Ended(child.returncode if child else None, str(error).removeprefix(f"{self._task.part}: "))
         except Exception as error:  # a fault of this machine, such as a full disk
@@ -173,7 +173,7 @@ class Host:
         child = self.begin(part)
         try:
             wait_ready([child], policy.start_timeout_s, lambda line: self._check())
-        except StartError:
+        except (ConfigError, StartError):
             self._check()
             child.close()
             if not self._again or child.returncode in FINAL:

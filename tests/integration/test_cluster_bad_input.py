@@ -124,7 +124,7 @@ def test_a_taken_address(cluster: Cluster) -> None:
 
 
 def test_an_unknown_method() -> None:
-    with pytest.raises(StartError, match=r"unknown load_balance_method 'fastest' for decode: choose from auto"):
+    with pytest.raises(ConfigError, match=r"unknown load_balance_method 'fastest' for decode: choose from auto"):
         Cluster(ClusterSpec(prefill=1, decode=1, engine="sim", model="sim", decode_method="fastest")).start()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bus.errors import StartError
+from bus.errors import ConfigError, StartError
 from pdbus.launcher.child import LOG_MAX_BYTES, Child
 from pdbus.launcher.lifecycle import take_down, wait_ready
 from pdbus.launcher.spec import PartSpec
@@ -58,7 +58,7 @@ def test_ready_line_and_its_facts(start: Start) -> None:
 
 def test_the_error_line_of_a_part_is_the_error(start: Start) -> None:
     child = start("import sys\nprint('noise\\npython -m x: error: --this is wrong', file=sys.stderr)\nsys.exit(2)")
-    with pytest.raises(StartError, match=r"^part_0: --this is wrong$"):
+    with pytest.raises(ConfigError, match=r"^part_0: --this is wrong$"):
         waited(child)
 
 

@@ -187,5 +187,5 @@ def test_up_gives_its_file_on(tmp_path: Path) -> None:
         [sys.executable, "-P", "-m", "pdbus", "up", "--config", str(file)],
         capture_output=True, text=True, check=False, timeout=120, env={"PDBUS_DIR": str(tmp_path), "PATH": ""},
     )  # fmt: skip
-    assert done.returncode == 3
+    assert done.returncode == 2, "it would not help to start it again"
     assert f"{file}: [broker] has no setting room-ttl; did you mean room-ttl-s?" in done.stderr
