@@ -178,7 +178,7 @@ def _reconfigure(controller: Controller, changed: dict[str, Any]) -> None:
     fields = {name: value for name, value in changed.items() if name != "log_level"}
     controller.core.reconfigure(dataclasses.replace(controller.core.config, **fields))
     if "log_level" in changed:
-        controller.core.life.trace = changed["log_level"] == "debug"
+        controller.core.log_requests(changed["log_level"] == "debug")
 
 
 def _await_bus(controller: Controller, wait_s: float) -> None:

@@ -8,11 +8,12 @@ property tests as well. The replay lab has its balancer, not this core.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bus.actions import Note, Publish
 from bus.rights import key_of, may
+from bus.runtime.metrics import Metric
 from bus.wire.messages import (
     MAX_DP_SIZE,
     Beacon,
@@ -67,7 +68,7 @@ from controller.late import LateBinding
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
-from controller.observe import Regret, Scrapes, acknowledged, rank_status
+from controller.observe import Regret, Scrapes, acknowledged, collect, rank_status
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from controller.policies.registry import guarded
@@ -79,17 +80,18 @@ SENT_AT_LEAST_S = 1.0
 
 class ControllerCore:
     """One controller, from `now` (seconds, monotonic) on; `epoch` is the number of its start. `wall_s` plus that clock
-    gives seconds since 1970. `policies` replaces methods by policies of your own. For one thread. Arguments are not
-    checked here (`controller.checked` does)."""
+    gives seconds since 1970. `policies` replaces methods by policies of your own. With `trace` each request has log
+    lines, with `spans` each traced one gives an `Over` at its end. `dropped` returns the caller's counts, of
+    connections that it did not take, for the status. For one thread. Arguments are not checked here
+    (`controller.checked` does)."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None,
-        wall_s: float = 0.0,
+        wall_s: float = 0.0, *, trace: bool = False, spans: bool = False, dropped: Callable[[], dict[str, int]] = dict,
     ) -> None:  # fmt: skip
         self.config = config
         self.epoch = epoch
         self.counts: Counter[str] = Counter()
-        self.turned_away: Callable[[], dict[str, int]] = dict  # what its shell counts, for the status
         self.table = LoadTable(
             epoch,
             stale_s=config.stale_s,
@@ -107,9 +109,11 @@ class ControllerCore:
         self.members = Members(config, epoch, self.balancer, self.health, self.counts)
         self.balancer.settled, self.balancer.young = False, self.health.young(now)
         self.balancer.suspects = self.members.suspects
-        self.life = RequestLifecycle(config, epoch, self.balancer, self.members.ranks, self.counts, now)
+        self.life = RequestLifecycle(config, epoch, self.balancer, self.members.ranks, self.counts, now, spans=spans)
+        self.life.trace = trace
         self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
-        self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
+        self.inquiries = Inquiries(config.name, self.members, self.life.table, wall_s)
+        self._dropped = dropped
         self._started_at = now
         self._ping_at = now
         self._sweep_at = now
@@ -169,6 +173,10 @@ class ControllerCore:
         if self.late is not None:
             self.late.reconfigure(config.late_tokens, config.tpot_slo_s)
 
+    def log_requests(self, on: bool) -> None:
+        """Switch the log lines of each request on or off."""
+        self.life.trace = on
+
     @property
     def _by_tick(self) -> bool:
         """True if waiting requests are dispatched with ticks only. Controllers that share ranks and bind late would
@@ -227,7 +235,7 @@ class ControllerCore:
         methods = {str(role): method for role, method in self.config.methods.items()}
         return Status(
             id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods,
-            self.tally() | self.turned_away(), ranks, uses_hashes=self.uses_hashes, scraped=self.scrapes.known(now),
+            self.tally() | self._dropped(), ranks, uses_hashes=self.uses_hashes, scraped=self.scrapes.known(now),
             wanted=self.wanted,
         )  # fmt: skip
 
@@ -241,21 +249,29 @@ class ControllerCore:
         """The cache indexes of the policies that keep one."""
         return {role: policy.prefixes for role, policy in self.policies.items() if policy.prefixes is not None}
 
+    def happened(self) -> dict[str, int]:
+        """Return the number of each event so far, by name. These numbers only grow."""
+        return {**self.counts, **self.table.counts}
+
+    def alive(self) -> dict[str, int]:
+        """Return what there is now, by name."""
+        return self.life.alive() | {"prefix_blocks": sum(len(index) for index in self.prefixes.values())}
+
     def tally(self) -> dict[str, int]:
         """Return counts by name: what happened so far, and what is alive (`requests`, `queue_*`, `payload_bytes`)."""
-        life = self.life
         return {
-            **self.counts,
-            **self.table.counts,
-            "requests": len(life.requests),
-            "queue_requests": life.queue.requests,
-            "queue_bytes": life.queue.bytes,
-            "payload_bytes": life.table.payload_bytes,
-            "adoptable": len(life.table.orphans),
-            "prefix_blocks": sum(len(index) for index in self.prefixes.values()),
+            **self.happened(),
+            **self.alive(),
             "regret_tokens": self.regret.tokens.total(),
             "regret_dispatches": self.regret.dispatches.total(),
         }
+
+    def metrics(self, now: float) -> Sequence[Metric]:
+        """Return the Prometheus metrics of this controller and its ranks."""
+        return collect(
+            self.happened(), self.alive(), self.members.ranks.values(), self.health.liveness, self.config.methods,
+            self.regret, now, self.wanted,
+        )  # fmt: skip
 
     def validate(self) -> None:
         """Assert that all parts agree (tests call this after every event)."""
@@ -343,8 +359,7 @@ class ControllerCore:
             self._lose(self.members.hello(peer, message, now, out), now, out)
             rank = self.members.peers.get(peer)
             if rank is not None and rank.epoch == message.epoch:
-                self.life.losses.returned(rank, message.running, out)
-                self.life.table.orphans.register(rank, now)
+                self.life.losses.returned(rank, message.running, now, out)
             return
         rank = self.members.peers.get(peer)
         if rank is None:
@@ -375,7 +390,7 @@ class ControllerCore:
             if dead or not here:
                 if rank.follower is not None:
                     rank.follower.missed = True  # should the same start come back
-                self.life.table.orphans.forget(rank)
+                self.life.losses.forget(rank)
             self.life.losses.lost(loss, now, out)
             if not here:
                 self.members.left(rank)

@@ -24,8 +24,8 @@ from bus.wire.messages import (
 from controller.events import Action, ToClient, ToNode
 from controller.members import Members
 from controller.rank import Rank
-from controller.requests.life import RequestLifecycle
-from controller.requests.record import RequestRecord, ranks_of, record_of, trace_events_of
+from controller.requests.record import RequestRecord, ranks_of, trace_events_of
+from controller.requests.table import RequestTable
 
 WAIT_S = 1.0  # for ranks to answer
 MAX_OPEN = 64
@@ -46,13 +46,13 @@ class _Inquiry:
 
 
 class Inquiries:
-    """The open questions, at most MAX_OPEN. `wall_s` turns the core's clock into seconds since 1970. Methods append
-    actions to `out`."""
+    """The open questions about the requests in `table`, at most MAX_OPEN. `wall_s` turns the core's clock into seconds
+    since 1970. Methods append actions to `out`."""
 
-    def __init__(self, name: str, members: Members, life: RequestLifecycle, wall_s: float) -> None:
+    def __init__(self, name: str, members: Members, table: RequestTable, wall_s: float) -> None:
         self._name = name
         self._members = members
-        self._life = life
+        self._table = table
         self._wall_s = wall_s
         self._open: dict[int, _Inquiry] = {}
         self._number = 0
@@ -67,10 +67,11 @@ class Inquiries:
             out.append(ToClient(peer, Refused("too_many", f"{MAX_OPEN} such questions are open", query.id)))
             return
         rid, others = query.rid, []
-        records = self._records(rid)
-        if not records and (named := self._named(f"{rid}-")):  # what an edge's client said, before what it drew
+        records = self._table.records(rid)
+        # an edge's rid is its client's name for the request, and a number that the edge drew
+        if not records and (named := self._table.named(f"{rid}-", MAX_NAMED)):
             rid, *others = named
-            records = self._records(rid)
+            records = self._table.records(rid)
         ranks = {f"{rank.key[0]}/{rank.key[1]}": rank for rank in self._members.peers.values()}
         gone: set[str] = set()
         if records:  # else all ranks: one may have run it for another controller, or a former start of this one
@@ -105,16 +106,6 @@ class Inquiries:
             if now >= inquiry.due:
                 self._answer(number, now, out)
 
-    def _records(self, rid: Rid) -> list[RequestRecord]:
-        live = self._life.requests.get(rid)
-        over = self._life.table.history.of(rid)
-        return over + ([record_of(live)] if live is not None else [])
-
-    def _named(self, beginning: str) -> list[Rid]:
-        """Return the rids that begin so: those that live and the newest first."""
-        live = [rid for rid in reversed(self._life.requests) if rid.startswith(beginning)]
-        return list(dict.fromkeys(live + self._life.table.history.named(beginning, MAX_NAMED)))[:MAX_NAMED]
-
     def _own_parts(self, records: list[RequestRecord]) -> list[PartTrace]:
         """Return the parts of the client (from its submit) and of this controller."""
         if not records:
@@ -130,10 +121,8 @@ class Inquiries:
 
     def _answer(self, number: int, now: float, out: list[Action]) -> None:
         inquiry = self._open.pop(number)
-        history = self._life.table.history
-        oldest = history.oldest
-        kept_s = max(0.0, now - oldest.ended_at) if oldest is not None else 0.0
+        kept, kept_s = self._table.kept(now)
         silent = tuple(sorted(inquiry.waits_for | inquiry.gone)[:MAX_SILENT])
         parts = tuple(inquiry.parts)
-        answer = TraceReply(inquiry.id, self._name, parts, silent, len(history), kept_s, inquiry.rid, inquiry.others)
+        answer = TraceReply(inquiry.id, self._name, parts, silent, kept, kept_s, inquiry.rid, inquiry.others)
         out.append(ToClient(inquiry.peer, answer))

@@ -22,7 +22,6 @@ from controller.health import Liveness
 from controller.load.rank import RankLoad
 from controller.rank import Rank
 
-ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
 EVENTS = (  # shown from the start: a series that begins with a count has no increase of it
     "abandoned", "ack_ahead", "adopted", "cache_unknown", "clients_unreachable", "dispatched", "done", "failed",
     "kv_blocks_elsewhere", "kv_blocks_unnamed", "kv_gaps", "kv_restarts", "kv_unreadable", "legs_lost",
@@ -83,7 +82,8 @@ def acknowledged(rank: Rank, now: float) -> None:
 
 
 def collect(
-    tally: dict[str, int],
+    happened: Mapping[str, int],
+    alive: Mapping[str, int],
     known: Collection[Rank],
     liveness: Mapping[MemberKey, Liveness],
     methods: Mapping[Role, str],
@@ -91,31 +91,40 @@ def collect(
     now: float,
     wanted: Iterable[WantedRole] = (),
 ) -> Sequence[Metric]:
-    """Return the metrics of a core's `tally` (which is emptied here), of the `known` ranks, and of what else it knows.
-    A request id is never a label."""
-    ranks = [rank.load for rank in known]
+    """Return the metrics of what has `happened` at a core and what is `alive` there (counts by name), of the `known`
+    ranks, and of what else it knows. A request id is never a label."""
+    events = dict.fromkeys(EVENTS, 0)
     failed = dict.fromkeys(get_args(Code)[1:], 0)  # from the start, as EVENTS
-    failed |= {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
     rejected = dict.fromkeys((*REASONS, "bad_identity"), 0)  # every reason is shown, also at 0
-    rejected |= {
-        name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")
-    }
-    alive = [gauge(f"pdbus_controller_{name}", f"{name} now", tally.pop(name)) for name in ALIVE]
-    del tally["regret_tokens"], tally["regret_dispatches"]
-    events = dict.fromkeys(EVENTS, 0) | tally
+    for name, number in happened.items():
+        if name.startswith("failed_"):
+            failed[name.removeprefix("failed_")] = number
+        elif name.startswith("rejected_"):
+            rejected[name.removeprefix("rejected_")] = number
+        else:
+            events[name] = number
     return (
-        *alive,
+        *[gauge(f"pdbus_controller_{name}", f"{name} now", number) for name, number in alive.items()],
         *_regret(regret, methods),
         labelled("counter", "pdbus_controller_events_total", "what happened so far, by name", "event", events),
         labelled("counter", "pdbus_controller_failed_total", "requests failed, by code", "code", failed),
         labelled("counter", "pdbus_controller_rejected_total", "messages dropped, by reason", "reason", rejected),
-        _dispatches(ranks, methods),
+        *_of_ranks(known, liveness, methods, now),
         Metric(
             "pdbus_controller_wanted_ready",
             "ready ranks of each role (and model, empty: any) that ought to be served",
             "gauge",
             [Sample(each.ready, {"role": each.role, "model": each.model}) for each in wanted],
         ),
+    )
+
+
+def _of_ranks(
+    known: Collection[Rank], liveness: Mapping[MemberKey, Liveness], methods: Mapping[Role, str], now: float
+) -> Sequence[Metric]:
+    ranks = [rank.load for rank in known]
+    return (
+        _dispatches(ranks, methods),
         _gauge("estimate_requests", "load in force: requests", ranks, [rank.requests for rank in ranks]),
         _gauge("estimate_tokens", "load in force: tokens", ranks, [rank.tokens for rank in ranks]),
         _gauge("reported_requests", "requests in the last report", ranks, [rank.base_requests for rank in ranks]),

@@ -35,7 +35,7 @@ from controller.core import ControllerCore
 from controller.events import CacheChanged, EngineLoad, Event, FromClient, Tick
 from controller.feeds.engine import EngineFeed
 from controller.feeds.nodes import NodeCaches
-from controller.observe import collect, probe
+from controller.observe import probe
 from controller.requests.record import RequestRecord, span_of
 from controller.traffic import LOCAL, Traffic
 
@@ -101,14 +101,14 @@ class Controller(Service):
         self._nodes = self._sockets.router(address.nodes, domain="nodes")
         self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
         self.wall_s = wall_s(self.loop.clock)
-        self.core = ControllerCore(config, self.epoch, self.loop.clock(), wall_s=self.wall_s)
-        self.core.life.trace = self.trace
-        self.core.life.spans = self._spans is not None
+        self.core = ControllerCore(
+            config, self.epoch, self.loop.clock(), wall_s=self.wall_s, trace=self.trace,
+            spans=self._spans is not None, dropped=self._dropped,
+        )  # fmt: skip
         self._traffic = traffic = Traffic(
             self.core, self.loop.clock, self._clients, self._nodes, self._sockets.pub(bus.publish), self._on_local,
             self.bus_seen.set, self._export,
         )  # fmt: skip
-        self.core.turned_away = lambda: {"peers_refused": sum(self._sockets.refused.values())}
         exits.callback(self._farewell)
         self._follow(exits)
         self.loop.add(self._clients, traffic.from_client, copied=2, keyed=keys is not None)
@@ -210,10 +210,12 @@ class Controller(Service):
         if self._spans is not None:
             self._spans.add(record, lambda over: span_of(over, self.wall_s))
 
+    def _dropped(self) -> dict[str, int]:
+        return {"peers_refused": sum(self._sockets.refused.values())}
+
     def _gather(self) -> Sequence[Metric]:
-        core, now = self.core, self.loop.clock()
-        ranks = core.members.ranks.values()
-        probe(ranks, now)
+        now = self.loop.clock()
+        probe(self.core.members.ranks.values(), now)
         refused = labelled(
             "counter",
             "pdbus_controller_peers_refused_total",
@@ -221,9 +223,7 @@ class Controller(Service):
             "domain",
             self._sockets.refused,
         )
-        return *collect(
-            core.tally(), ranks, core.health.liveness, self.config.methods, core.regret, now, core.wanted
-        ), refused
+        return *self.core.metrics(now), refused
 
     def _targets(self) -> list[dict[str, Any]]:
         return targets(self.core.status(0, self.loop.clock()))

@@ -68,9 +68,12 @@ class BrokerLimits:
 class BrokerCore:
     """The broker's rooms, watches (a rank waits for a room that is not known yet) and ranks. Its shell makes one at
     each start, with that start's random `epoch`, and calls it from one thread. `now` is seconds on a monotonic clock.
+    `dropped` returns the shell's counts, of messages and connections that it did not take, for the status.
     """
 
-    def __init__(self, limits: BrokerLimits, epoch: int, now: float) -> None:
+    def __init__(
+        self, limits: BrokerLimits, epoch: int, now: float, dropped: Callable[[], dict[str, int]] = dict
+    ) -> None:
         self.limits = limits
         self.epoch = epoch
         self.rooms = RoomTable(
@@ -82,7 +85,7 @@ class BrokerCore:
         self.watches = Watches(max_per_peer=limits.max_watches_per_peer, max_total=limits.max_watches)
         self.ranks = Membership()
         self.counts: Counter[str] = Counter()
-        self.turned_away: Callable[[], dict[str, int]] = dict  # what its shell counts, for the status
+        self._dropped = dropped
         self._started_at = now
         self._beacon_at = now
         self._beacon_seq = 0
@@ -255,10 +258,8 @@ class BrokerCore:
             infos = self.ranks.infos(message.instance, now)
             return [Send(peer, Topology(message.id, self.epoch, infos))]
         assert isinstance(message, BrokerStatusQuery), message
-        status = BrokerStatus(
-            message.id, self.epoch, max(0.0, now - self._started_at), self.tally() | self.turned_away()
-        )
-        return [Send(peer, status)]
+        counts = self.tally() | self._dropped()
+        return [Send(peer, BrokerStatus(message.id, self.epoch, max(0.0, now - self._started_at), counts))]
 
     def _answer(self, peer: Peer, query: Query, now: float) -> Answer | Refused:
         self.counts["queries"] += 1

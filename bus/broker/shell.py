@@ -125,8 +125,7 @@ class Broker(Service):
             max_watches_per_peer=config.max_watches_per_peer,
             metrics=advertised(config.metrics_host, config.metrics_port, self.address.base),
         )
-        self.core = BrokerCore(limits, self.epoch, self.loop.clock())
-        self.core.turned_away = self._turned_away
+        self.core = BrokerCore(limits, self.epoch, self.loop.clock(), self._dropped)
         self._ticker = Ticker(self.loop, self._tick, min(config.beacon_s, IDLE_TICK_S))
         if keys is not None:
             self._pub = out
@@ -240,7 +239,7 @@ class Broker(Service):
             else:
                 raise
 
-    def _turned_away(self) -> dict[str, int]:
+    def _dropped(self) -> dict[str, int]:
         counts = {f"rejected_{reason}": count for reason, count in self.rejected.items()}
         return counts | {"peers_refused": sum(self._sockets.refused.values())}
 

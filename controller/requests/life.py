@@ -70,6 +70,8 @@ class RequestLifecycle:
         ranks: Mapping[RankLoad, Rank],
         counts: Counter[str],
         now: float,
+        *,
+        spans: bool = False,
     ) -> None:
         self._config = config
         self._slo_classes = SloClasses(config.slo_classes) if config.queue_order == "slo" else None
@@ -87,7 +89,7 @@ class RequestLifecycle:
         self._wishing: dict[str, float] = {}  # clients that wait, or waited, for a TPOT of their own, since when
         if self._slo_classes is not None:  # a series that is born with a count has no increase of it
             counts.update(dict.fromkeys(("ttft_slo", "ttft_slo_kept", "ttft_slo_missed", "ttft_slo_exempt"), 0))
-        self.spans = False  # whether those that are traced have a span here, which the shell exports
+        self._spans = spans
 
     def reconfigure(self, config: ControllerConfig) -> None:
         """Apply new settings from now on."""
@@ -143,7 +145,7 @@ class RequestLifecycle:
             return
         if live is not None:
             self._supersede(live, peer, now, out)
-        if submit.trace is not None and self.spans:
+        if submit.trace is not None and self._spans:
             request.trace = child_of(submit.trace, f"{submit.rid}/{submit.attempt}")
         if promised:
             request.first_due = now + (submit.ttft_slo_s or self._config.ttft_slo_s)
@@ -258,6 +260,16 @@ class RequestLifecycle:
         self._logged = self._not_logged = 0
         self._ends_s += 0.3 * (self._ends / interval_s - self._ends_s)
         self._ends = 0
+
+    def alive(self) -> dict[str, int]:
+        """Return what there is now, by name."""
+        return {
+            "requests": len(self.requests),
+            "queue_requests": self.queue.requests,
+            "queue_bytes": self.queue.bytes,
+            "payload_bytes": self.table.payload_bytes,
+            "adoptable": len(self.table.orphans),
+        }
 
     def retry_after_s(self, code: Code) -> float:
         """Return the seconds after which a new try may be worth it; 0: no hint."""
@@ -413,7 +425,7 @@ class RequestLifecycle:
         if request.first_due != inf:
             self._no_first_token(code)
         record = self.table.remove(request, now, code, why, failed=failed)
-        if self.spans and request.trace is not None:
+        if self._spans and request.trace is not None:
             out.append(Over(record))
 
     def _no_first_token(self, code: Code) -> None:

@@ -90,11 +90,17 @@ class Losses:
         if not cancel.if_unfetched:
             self.unclear.untold(cancel.rid, cancel.attempt, cancel.room)
 
-    def returned(self, rank: Rank, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
-        """Note that a start of a rank said hello, so it has not died; cancel what it runs and was given up."""
+    def returned(self, rank: Rank, running: Iterable[tuple[Rid, Attempt]], now: float, out: list[Action]) -> None:
+        """Note that a start of a rank said hello, so it has not died; cancel what it runs and was given up. What it
+        runs for a former controller can be adopted from now on."""
         self.unclear.settle(rank)
         for rid, attempt, room in self.unclear.given_up(running):
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced", room=room)))
+        self._table.orphans.register(rank, now)
+
+    def forget(self, rank: Rank) -> None:
+        """Forget what a lost rank ran for a former controller: it cannot be adopted any more."""
+        self._table.orphans.forget(rank)
 
     def undelivered(self, rank: Rank, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """Take back a dispatch that could not be queued for its node: it never happened, also if its leg was given up

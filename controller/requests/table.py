@@ -152,6 +152,22 @@ class RequestTable:
         before, losses = self._losses.get(rid, (offset, 0))
         self._keep_losses(rid, offset, losses + 1 if before == offset else 1)
 
+    def records(self, rid: Rid) -> list[RequestRecord]:
+        """Return the records of the request with this rid, the oldest first: those that are kept, and the live one."""
+        live = self.requests.get(rid)
+        return self.history.of(rid) + ([record_of(live)] if live is not None else [])
+
+    def named(self, beginning: str, most: int) -> list[Rid]:
+        """Return at most `most` rids that begin with `beginning`: the live ones first, and the newest first."""
+        live = [rid for rid in reversed(self.requests) if rid.startswith(beginning)]
+        return list(dict.fromkeys(live + self.history.named(beginning, most)))[:most]
+
+    def kept(self, now: float) -> tuple[int, float]:
+        """Return the number of records of ended requests, and the seconds since the oldest of these ended (0: there is
+        none)."""
+        oldest = self.history.oldest
+        return len(self.history), max(0.0, now - oldest.ended_at) if oldest is not None else 0.0
+
     def overdue(self, now: float) -> list[Request]:
         """Return the requests past their deadline, each once; they are not removed. Also forget inherited work that was
         not asked for in time."""

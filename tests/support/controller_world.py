@@ -80,10 +80,10 @@ def prompt(tokens: int) -> bytes:
 class World:
     """Feeds events, keeps every action by receiver."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, spans: bool = False, **settings: Any) -> None:
         settings.setdefault("settle_s", 0.0)
         self.core = ControllerCore(
-            ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c", **settings), EPOCH, 0.0
+            ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c", **settings), EPOCH, 0.0, spans=spans
         )
         self.now = 0.0
         self.to_clients: list[ToClient] = []

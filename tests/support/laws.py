@@ -320,7 +320,7 @@ def of_controller(core: Any, now: float, *, complete: bool = True) -> list[tuple
     owed = sum(each.first_due != inf for each in core.life.requests.values())
     told = [rank_status(rank, core.health.liveness[rank.key], now) for rank in ranks]
     counts = core.tally()
-    shown = collect(core.tally(), ranks, core.health.liveness, core.config.methods, core.regret, now)
+    shown = collect(core.happened(), core.alive(), ranks, core.health.liveness, core.config.methods, core.regret, now)
     by_rank, of_all = _parted(shown)
     page = of_page(of_all, "controller", own=("role", "method"))
     for name, value in counts.items():

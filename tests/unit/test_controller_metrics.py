@@ -12,7 +12,8 @@ from controller.observe import collect, probe
 def scraped(world: World) -> dict[str, float]:
     core = world.core
     ranks = core.members.ranks.values()
-    left = collect(core.tally(), ranks, core.health.liveness, core.config.methods, core.regret, world.now)
+    counts = core.happened(), core.alive()
+    left = collect(*counts, ranks, core.health.liveness, core.config.methods, core.regret, world.now)
     page = generate_latest(registry(lambda: left)).decode()
     return {
         name: float(value) for name, _, value in (line.rpartition(" ") for line in page.splitlines() if line[0] != "#")

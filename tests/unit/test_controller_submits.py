@@ -55,7 +55,7 @@ class TestPair:
 
     def test_a_trace_says_where_each_request_went(self) -> None:
         world = pd()
-        world.core.life.trace = True
+        world.core.log_requests(True)
         world.submit(submit("r", "pair"))
         (note,) = [note for note in world.notes if note.event == "request.dispatched"]
         about = {"rid": "r", "attempt": 1, "room": sum(b"r"), "prefill": "p/0", "decode": "d/0"}

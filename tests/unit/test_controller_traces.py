@@ -294,8 +294,7 @@ def test_a_trace_goes_on_to_the_ranks_and_has_a_span_where_spans_are_exported() 
     assert [dispatch.trace for dispatch in world.dispatches()] == [trace, trace]
     run(world, "s")
     assert [dispatch.trace for dispatch in world.dispatches()][2:] == [None, None]
-    world = pair()
-    world.core.life.spans = True
+    world = pair(spans=True)
     world.now = 10.0
     run(world, trace=trace, model="m")
     run(world, "s")
@@ -313,9 +312,8 @@ def test_a_trace_goes_on_to_the_ranks_and_has_a_span_where_spans_are_exported() 
 
 
 def test_a_traced_request_that_fails_has_a_span_with_the_reason_and_lines_with_its_trace() -> None:
-    world = pair()
-    world.core.life.spans = True
-    world.core.life.trace = True
+    world = pair(spans=True)
+    world.core.log_requests(True)
     core: ControllerCore = world.core
     bad = submit("r", "pair", trace=TraceContext(HEADER), instance="nobody")
     actions = core.handle(FromClient("client", bad, (prompt(10), b"")), 0.0)

@@ -180,7 +180,7 @@ def test_an_event_of_a_controller_is_shown_before_it_happens() -> None:
     names = {name for part, name, _ in counted() if part == "controller" and not name.endswith("*")}
     assert {name for name in names if not name.startswith(shown_elsewhere)} == set(EVENTS)
     core = World().core
-    page = collect(core.tally(), (), {}, core.config.methods, core.regret, 0.0)
+    page = collect(core.happened(), core.alive(), (), {}, core.config.methods, core.regret, 0.0)
     (events,) = [metric.samples for metric in page if metric.name == "pdbus_controller_events_total"]
     assert {sample.labels["event"] for sample in events} == set(EVENTS)
     assert not any(sample.value for sample in events)

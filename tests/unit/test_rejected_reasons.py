@@ -10,7 +10,7 @@ import pytest
 
 from bus.errors import REASONS
 from bus.wire.messages import Role
-from controller.observe import ALIVE, Regret, collect
+from controller.observe import Regret, collect
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,9 +24,8 @@ def test_all_reasons_in_the_code_are_listed() -> None:
 
 
 def test_a_controller_counts_them_from_0_on() -> None:
-    tally = dict.fromkeys((*ALIVE, "regret_tokens", "regret_dispatches"), 0) | {"rejected_version": 2}
     methods: dict[Role, str] = {"prefill": "total_tokens"}
-    metrics = collect(tally, [], {}, methods, Regret(), 0.0)
+    metrics = collect({"rejected_version": 2}, {}, [], {}, methods, Regret(), 0.0)
     (rejected,) = [each for each in metrics if each.name == "pdbus_controller_rejected_total"]
     counts = {each.labels["reason"]: each.value for each in rejected.samples}
     assert counts.pop("version") == 2

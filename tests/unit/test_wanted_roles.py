@@ -61,7 +61,8 @@ class Cluster(World):
         """As Prometheus has it."""
         core = self.core
         ranks, liveness = core.members.ranks.values(), core.health.liveness
-        metrics = collect(core.tally(), ranks, liveness, core.config.methods, core.regret, self.now, core.wanted)
+        counts = core.happened(), core.alive()
+        metrics = collect(*counts, ranks, liveness, core.config.methods, core.regret, self.now, core.wanted)
         (metric,) = [each for each in metrics if each.name == "pdbus_controller_wanted_ready"]
         return {(each.labels["role"], each.labels["model"]): each.value for each in metric.samples}  # type: ignore[misc]
 
