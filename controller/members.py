@@ -90,17 +90,9 @@ class Members:
         load = self._table.ranks.get(key)
         if load is None or load.epoch != hello.epoch:
             earlier = None if load is None else self.ranks[load]
-            if load is not None and earlier is not None:
-                if self.state(load) not in DEAD:
-                    self._count(load, -1)
+            if earlier is not None:
                 losses.append(Loss(earlier, f"rank {key[0]}/{key[1]} was restarted"))
-                if self.state(load) not in DEAD and load not in self.suspects:
-                    self._suspect_siblings(load, hello, now, out)
-                self._let_go(load)
-                self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(load.epoch)
-                known = self.peers.pop(earlier.peer, None) is not None and earlier.peer != peer
-                if known and not _is_later(load.info, hello):  # it may live
-                    out.append(ToNode(earlier.peer, _fence(hello)))
+                self._replace(earlier, peer, hello, now, out)
             load = self._balancer.opened(hello)
             rank = self.ranks[load] = Rank(hello, load, peer, earlier)
             self._count(load, 1)
@@ -111,14 +103,7 @@ class Members:
         else:
             rank = self.ranks[load]
             if rank.peer != peer:
-                self._table.reconnected(load)
-                rank.probe = None  # what was sent before may never be acknowledged
-                self.peers.pop(rank.peer, None)
-                self._let_go(load)
-                running = frozenset(hello.running)
-                work = {rid: work for rid, work in rank.work.items() if (rid, work[0].attempt) not in running}
-                if work:
-                    self._doubts[load] = Doubt(work)
+                self._reconnected(rank, hello)
             self._table.revise(load, hello)
             self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now)
         rank.peer = peer
@@ -129,6 +114,31 @@ class Members:
         if (doubt := self._doubts.get(load)) is not None and not doubt.number:
             doubt.number = self.ping(rank, now, out)
         return losses + self.assess(load, now, out, "hello")
+
+    def _replace(self, earlier: Rank, peer: Any, hello: Hello, now: float, out: list[Action]) -> None:
+        """Give up the connection of a rank's `earlier` start, which `hello` over `peer` replaces, and fence that start,
+        because it may live."""
+        load = earlier.load
+        if self.state(load) not in DEAD:
+            self._count(load, -1)
+            if load not in self.suspects:
+                self._suspect_siblings(load, hello, now, out)
+        self._let_go(load)
+        self._fenced.setdefault(load.key, deque(maxlen=FENCED_EPOCHS)).append(load.epoch)
+        known = self.peers.pop(earlier.peer, None) is not None and earlier.peer != peer
+        if known and not _is_later(load.info, hello):
+            out.append(ToNode(earlier.peer, _fence(hello)))
+
+    def _reconnected(self, rank: Rank, hello: Hello) -> None:
+        """Give up the former connection of the same start: what `hello` does not list as running may be lost."""
+        self._table.reconnected(rank.load)
+        rank.probe = None  # what was sent before may never be acknowledged
+        self.peers.pop(rank.peer, None)
+        self._let_go(rank.load)
+        running = frozenset(hello.running)
+        work = {rid: work for rid, work in rank.work.items() if (rid, work[0].attempt) not in running}
+        if work:
+            self._doubts[rank.load] = Doubt(work)
 
     def bye(self, rank: Rank, bye: Bye, now: float, out: list[Action]) -> list[Loss]:
         """Take a rank's goodbye: it is gone. A goodbye of another start is counted and ignored."""

@@ -50,7 +50,7 @@ def snapshot(host: Host, figures: NodeFigures) -> Iterator[Metric]:
     the end empties the ranks' lists of latencies, so only the loop does, once a second."""
     config = host.config
     usual = {"instance": config.instance, "dp_rank": ",".join(map(str, host.ranks)), "role": config.role}
-    for metric in (*_of_ranks(host.ranks, figures), *_of_process(host)):
+    for metric in (*_of_ranks(host.ranks, figures), *_of_counts(host.ranks), *_of_process(host)):
         samples = tuple(Sample(sample.value, {**usual, **sample.labels}) for sample in metric.samples)
         yield Metric(metric.name, metric.help, metric.kind, samples)
 
@@ -85,6 +85,8 @@ def _of_ranks(ranks: Mapping[int, LinkedRank], figures: NodeFigures) -> Iterator
         taken = [Sample(value, {"dp_rank": dp_rank}) for dp_rank, value in figures.take(what, ranks).items()]
         yield Metric(f"pdbus_node_{what}_seconds", text, "histogram", taken)
 
+
+def _of_counts(ranks: Mapping[int, LinkedRank]) -> Iterator[Metric]:
     damaged: list[Sample] = []
     unsaid: list[Sample] = []
     odd: list[Sample] = []
