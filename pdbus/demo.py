@@ -91,6 +91,11 @@ def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int,
         _verify(model, answers, max_tokens, demo.reference)
     console.print(_requests_table(answers, verify))
     console.print(_ranks_table(ended))
+    return _print_outcome(console, answers, model, verify)
+
+
+def _print_outcome(console: Console, answers: list[Answer], model: str, verify: bool) -> bool:
+    """Print whether all is well, how to go on, and what failed. Return true if all is well."""
     good = all(not answer.error and answer.equal is not False for answer in answers)
     if verify and good:
         console.print(

@@ -146,9 +146,13 @@ def replay(trace: Path | None, **options: Any) -> None:
             for seed, requests in zip(seeds, traces, strict=True)
         ]
         results = run_virtual(runs, options["jobs"], console)
-    title = _title(traces, orders, results)
     asked = {name: options[name] for name in _ASKED}
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
+    _show(results, _title(traces, orders, results), found, options, console)
+
+
+def _show(results: list[Result], title: str, found: dict[str, Any], options: dict[str, Any], console: Console) -> None:
+    """Print the results in the form that the options name, and write the files that they name."""
     if options["as_json"]:
         click.echo(json.dumps(found))
     elif options["markdown"]:

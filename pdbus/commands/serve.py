@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from typing import Literal
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -99,36 +99,13 @@ LIGHT = {
 @cli.watch_parent_option
 @click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGUMENTS...]")
 def serve(
-    http: str,
-    front: str,
-    model: str,
-    controller: str,
-    keys: str,
-    key_name: str,
-    api_keys: str,
-    tls_cert: str,
-    tls_key: str,
-    tokenizers: tuple[str, ...],
-    sampling_defaults: Literal["model", "openai"],
-    chat_max_tokens: int,
-    cors_origins: tuple[str, ...],
-    wait_s: float,
-    drain_s: float,
-    max_requests: int,
-    max_body_bytes: int,
-    max_time_s: float,
-    otlp_endpoint: str,
-    log_level: str,
-    watch_parent: bool,
-    vllm_args: tuple[str, ...],
-) -> None:
+    front: str, model: str, tokenizers: tuple[str, ...], otlp_endpoint: str, log_level: str, watch_parent: bool,
+    vllm_args: tuple[str, ...], **chosen: Any,
+) -> None:  # fmt: skip
     """Serve OpenAI's HTTP API in front of a running cluster."""
     if front != "light":
         _refuse_light_options()
-        config = EdgeConfig(
-            http=http, controller=controller, keys=keys, key_name=key_name, wait_s=wait_s, drain_s=drain_s
-        )
-        _serve_vllm(config, model, vllm_args, log_level, watch_parent)
+        _serve_vllm(EdgeConfig(**chosen), model, vllm_args, log_level, watch_parent)
         return
     if model or vllm_args:
         given = "--model" if model else vllm_args[0]
@@ -139,24 +116,7 @@ def serve(
     from pdbus.edge.server import serve as run
 
     logs.configure(log_level, part="edge")
-    config = EdgeConfig(
-        http=http,
-        controller=controller,
-        keys=keys,
-        key_name=key_name,
-        api_keys=api_keys,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tokenizers=places_of(tokenizers),
-        sampling_defaults=sampling_defaults,
-        chat_max_tokens=chat_max_tokens,
-        cors_origins=cors_origins,
-        wait_s=wait_s,
-        drain_s=drain_s,
-        max_requests=max_requests,
-        max_body_bytes=max_body_bytes,
-        max_time_s=max_time_s,
-    )
+    config = EdgeConfig(tokenizers=places_of(tokenizers), **chosen)
     if watch_parent:
         cli.leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
     with spans.exporting(otlp_endpoint, "edge") as exporter:

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from rich.console import Console
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from pdbus.ray.cluster import RayCluster
 
 DRAIN_S = 70.0  # the nodes' own --drain-s (60 s) and their goodbyes
+_AS_GIVEN = (
+    "unified", "ranks_per_process", "model", "transport", "keys", "start_timeout_s", "log_dir", "log_level", "http",
+    "tokenizers", "metrics_port",
+)  # fmt: skip
 TCP_BUS, TCP_CONTROLLER = "tcp://127.0.0.1:5550", "tcp://127.0.0.1:5560"
 
 
@@ -159,103 +163,23 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
 @_resources_option("decode")
 @_resources_option("unified")
 @click.argument("node_args", nargs=-1, type=click.UNPROCESSED)
-def up(
-    prefill: int | None,
-    decode: int | None,
-    unified: int,
-    ranks_per_process: int,
-    model: str,
-    engine: str | None,
-    gpus: str,
-    prefill_method: str,
-    decode_method: str,
-    unified_method: str,
-    queue_order: str,
-    ttft_slo_s: float,
-    tpot_slo_s: float,
-    slo_classes: tuple[str, ...],
-    transport: Literal["ipc", "tcp"],
-    bus: str,
-    controller: str,
-    keys: str,
-    start_timeout_s: float,
-    restarts: int,
-    log_level: str,
-    log_dir: str,
-    http: str,
-    front: Literal["light", "vllm"] | None,
-    front_args: str,
-    tokenizers: tuple[str, ...],
-    metrics_port: int,
-    ray: bool,
-    ray_address: str,
-    ray_strategy: str,
-    prefill_resources: str,
-    decode_resources: str,
-    unified_resources: str,
-    node_args: tuple[str, ...],
-) -> None:
+def up(**options: Any) -> None:
     """Start a broker, a controller and nodes, and keep them running; Ctrl-C drains and ends them all.
 
     For decode, total_requests is best while there is enough KV memory, otherwise total_tokens. The method auto does
     what engines do: follow_bootstrap_room for prefill, round_robin elsewhere.
     """
-    split_default = 0 if unified else 2
-    node_args, engine_args = _arguments(engine, node_args)
-    if not ray:
-        places_of(tokenizers)  # checked before anything starts; with Ray they are on the edge's machine
-    named = engine or ("sim" if model == "sim" else default_engine())
-    spec = ClusterSpec(
-        prefill=split_default if prefill is None else prefill,
-        decode=split_default if decode is None else decode,
-        unified=unified,
-        ranks_per_process=ranks_per_process,
-        prefill_method=resolve(prefill_method, "prefill"),
-        decode_method=resolve(decode_method, "decode"),
-        unified_method=resolve(unified_method, "unified"),
-        engine=named,
-        model=model,
-        gpus=tuple(each.replace("+", ",") for each in gpus.split(",")) if gpus else (),
-        transport=transport,
-        bus=bus or ("" if ray else default_bus() if transport == "ipc" else TCP_BUS),
-        controller=controller or ("" if ray else default_controller() if transport == "ipc" else TCP_CONTROLLER),
-        keys=keys,
-        start_timeout_s=start_timeout_s,
-        stop_grace_s=DRAIN_S,
-        log_dir=log_dir,
-        log_level=log_level,
-        http=http,
-        front=front or (kind_of(named).front if http and not ray and not tokenizers else "light"),
-        front_args=_words("--front-args", front_args),
-        tokenizers=tokenizers,
-        metrics_port=metrics_port,
-        node_args=node_args,
-        engine_args=engine_args,
-        config=settings.config_file(),
-        controller_args=(
-            "--queue-order",
-            queue_order,
-            "--ttft-slo-s",
-            str(ttft_slo_s),
-            "--tpot-slo-s",
-            str(tpot_slo_s),
-            *(word for each in slo_classes for word in ("--slo-class", each)),
-        ),
-    )
+    spec = _spec_of(options)
     if spec.http and spec.front != "light":
-        _check_front(spec, ray)
-    policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
+        _check_front(spec, options["ray"])
+    policy = RestartPolicy(limit=options["restarts"], start_timeout_s=spec.start_timeout_s)
     leave_on_signals()
     outlive_readers()
     progress = ProgressLine()
     cluster: Cluster | RayCluster
-    if ray:
-        resources: dict[Role, str] = {
-            "prefill": prefill_resources,
-            "decode": decode_resources,
-            "unified": unified_resources,
-        }
-        cluster = _over_ray(spec, policy, ray_address, ray_strategy, resources, progress)
+    if options["ray"]:
+        resources: dict[Role, str] = {role: options[f"{role}_resources"] for role in get_args(Role)}
+        cluster = _over_ray(spec, policy, options["ray_address"], options["ray_strategy"], resources, progress)
     else:
         cluster = Cluster(spec, progress=progress.show, restarts=policy, notify=_print_line)
     try:
@@ -273,6 +197,39 @@ def up(
     finally:
         with progress.showing():
             cluster.stop()
+
+
+def _spec_of(options: dict[str, Any]) -> ClusterSpec:
+    """Return the cluster that the options ask for. Raises ConfigError for options that do not go together."""
+    split_default = 0 if options["unified"] else 2
+    node_args, engine_args = _arguments(options["engine"], options["node_args"])
+    if not options["ray"]:
+        places_of(options["tokenizers"])  # checked before anything starts; with Ray they are on the edge's machine
+    engine = options["engine"] or ("sim" if options["model"] == "sim" else default_engine())
+    ray, ipc = options["ray"], options["transport"] == "ipc"
+    its_own = options["http"] and not ray and not options["tokenizers"]  # the engine's own front may serve
+    return ClusterSpec(
+        prefill=split_default if options["prefill"] is None else options["prefill"],
+        decode=split_default if options["decode"] is None else options["decode"],
+        **{f"{role}_method": resolve(options[f"{role}_method"], role) for role in get_args(Role)},
+        engine=engine,
+        gpus=tuple(each.replace("+", ",") for each in options["gpus"].split(",")) if options["gpus"] else (),
+        bus=options["bus"] or ("" if ray else default_bus() if ipc else TCP_BUS),
+        controller=options["controller"] or ("" if ray else default_controller() if ipc else TCP_CONTROLLER),
+        stop_grace_s=DRAIN_S,
+        front=options["front"] or (kind_of(engine).front if its_own else "light"),
+        front_args=_words("--front-args", options["front_args"]),
+        node_args=node_args,
+        engine_args=engine_args,
+        config=settings.config_file(),
+        controller_args=(
+            *("--queue-order", options["queue_order"]),
+            *("--ttft-slo-s", str(options["ttft_slo_s"])),
+            *("--tpot-slo-s", str(options["tpot_slo_s"])),
+            *(word for each in options["slo_classes"] for word in ("--slo-class", each)),
+        ),
+        **{name: options[name] for name in _AS_GIVEN},
+    )
 
 
 def _over_ray(

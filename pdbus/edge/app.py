@@ -252,22 +252,7 @@ class Edge:
             if job.stream:
                 await _stream(exchange, generation, writer)
             else:
-                left = MAX_RESTARTS
-                while await generation.more():
-                    try:
-                        for _ in generation.taken():
-                            pass
-                    except Interrupted as error:
-                        if not left or exchange.gone:
-                            raise
-                        left -= 1
-                        index = error.choice.answer.index
-                        charged[index // job.n] = True
-                        ids, options = requests[index]
-                        options["rid"] = f"{exchange.draw_rid()}-{index}"
-                        deadline_s = options["deadline_s"] + exchange.began_at - self._clock()
-                        again = options | Options(deadline_s=max(0.001, deadline_s))
-                        generation.replace(error.choice, await self._choice(job, index, ids, again))
+                await self._complete(exchange, job, requests, generation, charged)
                 await exchange.answer(200, writer.whole(generation.answers))
         finally:
             exchange.unwatch()
@@ -286,6 +271,28 @@ class Edge:
                 for prompt, ran in charged.items():
                     if not ran:  # no rank ran it: refused, or the client left while it waited
                         key.charge(-len(job.prompts[prompt]))
+
+    async def _complete(
+        self, exchange: Exchange, job: jobs.Job, requests: list[tuple[list[int], Options]], generation: Generation,
+        charged: dict[int, bool],
+    ) -> None:  # fmt: skip
+        """Wait for the end of all answers. One that is interrupted is asked for again: nothing of it was sent yet."""
+        left = MAX_RESTARTS
+        while await generation.more():
+            try:
+                for _ in generation.taken():
+                    pass
+            except Interrupted as error:
+                if not left or exchange.gone:
+                    raise
+                left -= 1
+                index = error.choice.answer.index
+                charged[index // job.n] = True
+                ids, options = requests[index]
+                options["rid"] = f"{exchange.draw_rid()}-{index}"
+                deadline_s = options["deadline_s"] + exchange.began_at - self._clock()
+                again = options | Options(deadline_s=max(0.001, deadline_s))
+                generation.replace(error.choice, await self._choice(job, index, ids, again))
 
     async def _choice(self, job: jobs.Job, index: int, ids: list[int], options: Options) -> Choice:
         """Submit the request of one answer, and return its choice."""
