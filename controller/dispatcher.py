@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict, Unpack
 
 from bus.errors import ConfigError, PartFailed, ProtocolError
 from bus.wire import codec
@@ -41,6 +41,31 @@ from controller.traffic import LOCAL
 MAX_HANDED_OVER = 4096
 
 Answer: TypeAlias = Accepted | Done | Failed
+
+
+class SubmitFields(TypedDict, total=False):
+    """The fields of `bus.wire.messages.Submit` that `Dispatcher.dispatch` passes on as they are. Their defaults are
+    those of `Submit`."""
+
+    routed_dp_rank: int | None
+    disagg_prefill_dp_rank: int | None
+    instance: str
+    prefill_instance: str
+    model: str
+    attempt: int
+    offset: int
+    deadline_s: float
+    priority: int
+    needs: tuple[str, ...]
+    continue_on_disconnect: bool
+    ttft_slo_s: float
+    tpot_slo_s: float
+    slo_class: str
+    trace: TraceContext | None
+    asked_us: int
+    avoid: tuple[MemberKey, ...]
+    pair_attempt: int
+    session: str
 
 
 class Dispatcher:
@@ -89,92 +114,48 @@ class Dispatcher:
         max_tokens: int,
         prompt_tokens: int | None = None,
         bootstrap_room: int | None = None,
-        routed_dp_rank: int | None = None,
-        disagg_prefill_dp_rank: int | None = None,
-        instance: str = "",
-        prefill_instance: str = "",
-        model: str = "",
-        attempt: int = 1,
-        offset: int = 0,
-        deadline_s: float = 0.0,
-        priority: int = 0,
         block_tokens: int = 0,
         block_hashes: bytes = b"",
-        needs: tuple[str, ...] = (),
-        continue_on_disconnect: bool = False,
-        ttft_slo_s: float = 0.0,
-        tpot_slo_s: float = 0.0,
-        slo_class: str = "",
-        trace: TraceContext | None = None,
-        asked_us: int = 0,
-        avoid: tuple[MemberKey, ...] = (),
-        pair_attempt: int = 0,
-        session: str = "",
+        **fields: Unpack[SubmitFields],
     ) -> bool:
         """Hand over one request, without waiting: `frames` are the prompt (int32 little-endian token ids) and its
         params, each bytes or whatever else has a buffer (`array`, numpy's arrays), passed on as they are; the rest is
-        what `bus.wire.messages.Submit` carries (None: not chosen). For `cache_aware`, `block_tokens` is the size of the
-        ranks' KV blocks: the prompt is hashed here in blocks of it, unless `block_hashes`
-        (`bus.wire.hashing.pack_hashes`) say what it begins with, as they must where the params have a `cache_salt`. To
-        resume what lost its rank: prompt and output so far, `offset` tokens of the latter, and a higher `attempt`.
+        what `bus.wire.messages.Submit` carries (None: not chosen). `fields` are `routed_dp_rank`,
+        `disagg_prefill_dp_rank`, `instance`, `prefill_instance`, `model`, `attempt`, `offset`, `deadline_s`,
+        `priority`, `needs`, `continue_on_disconnect`, `ttft_slo_s`, `tpot_slo_s`, `slo_class`, `trace`, `asked_us`,
+        `avoid`, `pair_attempt` and `session`. For `cache_aware`, `block_tokens` is the size of the ranks' KV blocks:
+        the prompt is hashed here in blocks of it, unless `block_hashes` (`bus.wire.hashing.pack_hashes`) say what it
+        begins with, as they must where the params have a `cache_salt`. To resume what lost its rank: prompt and output
+        so far, `offset` tokens of the latter, and a higher `attempt`.
 
         Return false when too many are under way, or this rid is: try again after `poll`. Raises ConfigError without a
         bootstrap_room where ranks are joined or picked by it, and for a rid that is no string. Other bad requests come
         back as `Failed`.
         """
+        for name in fields.keys() - SubmitFields.__annotations__:
+            raise TypeError(f"dispatch has no argument {name!r}")
         self.controller.raise_if_closed()
         if not isinstance(rid, str):
             raise ConfigError(f"a rid is a string, not {rid!r:.80}")
         if bootstrap_room is None:
-            self._check_roomless(leg, routed_dp_rank)
-            if leg == "unified" and attempt == 1:  # each use of a rid is another request, whatever its length
+            self._check_roomless(leg, fields.get("routed_dp_rank"))
+            # each use of a rid is another request, whatever its length
+            if leg == "unified" and fields.get("attempt", 1) == 1:
                 bootstrap_room = self._rng.getrandbits(63)
         try:
             sent = [bytes_of(frame) for frame in frames] or [b""]
             if block_tokens > 0 and not block_hashes:
                 block_hashes = packed_hashes(sent[0], block_tokens)
+            prompt_tokens = len(sent[0]) // 4 if prompt_tokens is None else prompt_tokens
             submit = Submit(
-                rid=rid,
-                leg=leg,
-                prompt_tokens=len(sent[0]) // 4 if prompt_tokens is None else prompt_tokens,
-                max_tokens=max_tokens,
-                bootstrap_room=bootstrap_room,
-                routed_dp_rank=routed_dp_rank,
-                disagg_prefill_dp_rank=disagg_prefill_dp_rank,
-                instance=instance,
-                prefill_instance=prefill_instance,
-                model=model,
-                attempt=attempt,
-                offset=offset,
-                deadline_s=deadline_s,
-                priority=priority,
-                block_tokens=block_tokens,
-                block_hashes=block_hashes,
-                needs=needs,
-                continue_on_disconnect=continue_on_disconnect,
-                ttft_slo_s=ttft_slo_s,
-                tpot_slo_s=tpot_slo_s,
-                slo_class=slo_class,
-                trace=trace,
-                asked_us=asked_us,
-                avoid=avoid,
-                pair_attempt=pair_attempt,
-                session=session,
-            )
+                rid, leg, prompt_tokens, max_tokens, bootstrap_room,
+                block_tokens=block_tokens, block_hashes=block_hashes, **fields,
+            )  # fmt: skip
             codec.decode(codec.encode(submit), CLIENT_TO_CONTROLLER)  # the same checks as for any client
         except (ProtocolError, TypeError, ValueError, OverflowError, struct.error) as error:
-            refused = str(error)[:1024]
-        else:
-            refused = ""
-        with self._arrived:
-            self.controller.raise_if_failed()  # so that nothing is taken once all that was taken has ended
-            if len(self._live) >= self._max_handed_over or rid in self._live:
-                return False
-            self._live.add(rid)
-            if refused:
-                self._answers.append(Failed(rid, 0, "bad_request", refused, retryable=False))
-                self._arrived.notify_all()
-                return True
+            return self._take(rid, Failed(rid, 0, "bad_request", str(error)[:1024], retryable=False))
+        if not self._take(rid):
+            return False
         with suppress(PartFailed):  # it has ended with all others
             self.controller._submit(submit, sent)
         return True
@@ -214,6 +195,19 @@ class Dispatcher:
         if status is None:
             raise TimeoutError(f"the {LOCAL} controller did not answer in {timeout_s:g} s")
         return status
+
+    def _take(self, rid: str, failed: Failed | None = None) -> bool:
+        """Count the request as handed over; with `failed` it ends at once. Return false if too many are under way, or
+        this rid is."""
+        with self._arrived:
+            self.controller.raise_if_failed()  # so that nothing is taken once all that was taken has ended
+            if len(self._live) >= self._max_handed_over or rid in self._live:
+                return False
+            self._live.add(rid)
+            if failed is not None:
+                self._answers.append(failed)
+                self._arrived.notify_all()
+            return True
 
     def _check_roomless(self, leg: Legs, routed_dp_rank: int | None) -> None:
         """ConfigError for a missing room, which only the caller can choose, because it shares the room with others.

@@ -77,6 +77,7 @@ from bus.wire.messages import (
     Topology,
 )
 from controller import Controller, ControllerConfig, ControllerCore, Dispatcher, LoadTable
+from controller.dispatcher import SubmitFields
 from controller.events import (
     CacheChanged,
     ClientGone,
@@ -350,7 +351,8 @@ def a_call(
         if each.kind is each.VAR_POSITIONAL:
             args += draw(st.lists(value(each.name, good), max_size=3))
         elif each.kind is each.VAR_KEYWORD:
-            for option in draw(st.lists(st.sampled_from(OPTIONS), max_size=2)):
+            fields = [*SubmitFields.__annotations__, "oops"] if name == "dispatch" else OPTIONS
+            for option in draw(st.lists(st.sampled_from(fields), max_size=2)):
                 named[option] = draw(value(option, good))
         elif each.default is each.empty or each.name in WAITS or draw(st.integers(0, 9)) == 0:
             named[each.name] = draw(value(each.name, good))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import queue
 import shutil
@@ -28,6 +29,7 @@ from bus.wire import codec
 from bus.wire.hashing import token_bytes
 from bus.wire.messages import Done, Failed, Params, Status, StatusQuery, Submit
 from controller import ControllerConfig, Dispatcher
+from controller.dispatcher import SubmitFields
 from controller.shell import Controller
 from pdbus.client import AsyncClient, Client
 from pdbus.client.channel import Channel
@@ -297,7 +299,7 @@ def test_where_a_part_cannot_start_again_every_call_says_so(
     for call in calls.values():
         with pytest.raises(PartFailed, match="was stopped"):
             call(part)
-    assert time.monotonic() - began < WAIT_S, "nobody waits for a part that is not there"
+    assert time.monotonic() - began < WAIT_S, "no call waits for a part that is not there"
     monkeypatch.undo()
     part.start().stop()
 
@@ -771,6 +773,13 @@ def test_a_wrong_argument_to_a_dispatcher_fails_its_own_request_alone(wrong: dic
         for nobody in (["x"], None, 5, "unknown"):
             dispatcher.cancel(nobody)  # type: ignore[arg-type]
         assert dispatcher.status(WAIT_S).ranks == (), "its thread has had all of that, and serves"
+
+
+def test_a_dispatcher_takes_each_field_of_a_submit_and_no_other(folder: str) -> None:
+    named = inspect.signature(Dispatcher.dispatch).parameters.keys() | SubmitFields.__annotations__.keys()
+    assert named - {"self", "frames", "fields"} == set(Submit.__struct_fields__)
+    with pytest.raises(TypeError, match="dispatch has no argument 'max_token'"):
+        Dispatcher(config(folder)).dispatch("r", PROMPT, max_tokens=1, max_token=2)  # type: ignore[call-arg]
 
 
 def test_a_prompt_may_be_anything_that_has_a_buffer_of_32_bit_integers(folder: str) -> None:
