@@ -185,6 +185,27 @@ def test_sessions_by_number_under_way_as_the_page_has_it(tmp_path: Path) -> None
     assert found["cache_aware c3"]["requests_per_s"] > found["cache_aware c2"]["requests_per_s"]
 
 
+def test_a_folder_of_sessions_gives_its_table(tmp_path: Path) -> None:
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    for name in "abc":
+        turns = [
+            {"t": 20.0 * turn, "in": 300 + 200 * turn, "out": 9, "hash_ids": list(range(1, 5 + 3 * turn)),
+             "api_time": 2.0, "think_time": 18.0 if turn else 0.0}
+            for turn in range(3)
+        ]  # fmt: skip
+        session = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": turns}
+        (folder / f"{name}.json").write_text(json.dumps(session))
+    done = replay(str(folder), "--ranks", "2", "--decode-ranks", "2", "--concurrency", "2", "--jobs", "1", "--methods",
+                  "round_robin,cache_aware")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 sessions under way" in done.stdout
+    assert "9 requests" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if "round_robin" in line or "cache_aware" in line]
+    assert len(rows) >= 2, done.stdout
+    assert all(any(word[0].isdigit() for word in row) for row in rows), done.stdout
+
+
 def test_live_sessions_come_after_their_answers(tmp_path: Path) -> None:
     rows = [
         {"session_id": f"{session}", "input_length": 700, "output_length": 8, "hash_ids": [3 * session + turn]}

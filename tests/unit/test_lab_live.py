@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bus.wire.hashing import block_hashes
 from pdbus.lab.config import LabConfig
-from pdbus.lab.live import LiveEngine, make_prompt, sampling, spec_of, virtual_twin
+from pdbus.lab.live import LiveEngine, _Replay, make_prompt, sampling, spec_of, virtual_twin
 from pdbus.lab.simulate import RequestOutcome, rooms_of, simulate
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher.spec import Addresses
@@ -92,3 +95,47 @@ def test_rooms_are_drawn_alike_in_virtual_time_and_live() -> None:
     rooms = rooms_of(trace, replace(config, controllers=1))
     courses: list[RequestOutcome] = simulate(trace, "follow_bootstrap_room", config).courses
     assert [course.prefill_rank for course in courses] == [room % 4 for room in rooms]
+
+
+class FakeClient:
+    """A client whose answers take a millisecond a prompt token by their own account, and no time in fact."""
+
+    async def generate_tokens(self, prompt: array[int], **options: Any) -> Any:
+        rank = SimpleNamespace(dp_rank=0)
+        result = SimpleNamespace(finish="length", prefill=rank, decode=rank, ttft_s=0.001, total_s=len(prompt) / 1000)
+
+        async def wait() -> Any:
+            return result
+
+        return SimpleNamespace(wait=wait)
+
+    async def status(self) -> Any:
+        return SimpleNamespace(ranks=())
+
+
+def test_a_live_turn_arrives_its_think_time_after_all_answers_that_it_waits_for() -> None:
+    """The answers end later than the client gets them, so a turn that counted from anything else would come sooner."""
+    trace = Trace(
+        "sessions",
+        (
+            TraceRequest(0.0, 60, 2, session=0),
+            TraceRequest(0.0, 90, 2, session=0, after=(0,), think_s=0.03),
+            TraceRequest(0.0, 40, 2, session=0, after=(0,)),
+            TraceRequest(0.0, 50, 2, session=0, after=(1, 2), think_s=0.02),
+            TraceRequest(0.0, 70, 2, session=1),
+            TraceRequest(0.0, 30, 2, session=1, after=(4,), think_s=0.04),
+        ),
+    )
+    config = LabConfig(ranks=1, decode_ranks=1, concurrency=1)
+
+    async def run() -> list[RequestOutcome]:
+        client: Any = FakeClient()
+        return (await _Replay(client, trace, "cache_aware", config, lambda line: None).run()).courses
+
+    courses = asyncio.run(run())
+    assert [course.request for course in courses] == list(trace.requests)
+    clock_s = 1e-6  # a timer may be early by the clock's resolution
+    for course in courses:
+        for former in course.request.after:
+            assert course.arrived_s >= courses[former].finished_s + course.request.think_s - clock_s
+    assert courses[4].arrived_s >= courses[3].finished_s - clock_s, "one session is under way at a time"
