@@ -21,7 +21,7 @@ SCRIPT = Script(
 
 @contextmanager
 def ranks(roles: tuple[str, ...], folder: Path, gate: Gate) -> Iterator[str]:
-    """A controller, by its address, with these ranks."""
+    """Run a controller with ranks of these roles, and yield the controller's address."""
     bus, controller = f"ipc://{folder}/bus", f"ipc://{folder}/c"
     line = [sys.executable, "-P", "-m", "controller", "--with-broker", "--bus", bus, "--controller", controller]
     part = PartProcess(line, folder / "log")

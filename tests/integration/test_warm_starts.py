@@ -176,7 +176,7 @@ def test_where_the_server_is_gone_starts_are_cold() -> None:
 def test_what_only_some_commands_import_the_forks_of_others_do_without(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does a fork say again what an import has said (`this` says much), also where Python buffers it."""
+    """A fork does not print again what an import has printed (`this` prints much), also where Python buffers it."""
     monkeypatch.setattr(warm_starts, "WANTED", {"rare": ("this",), "missing": ("no_such_module",)})
     script.write_text("import os, sys; print(os.getppid(), 'this' in sys.modules)")
     for word, imported in (("rare", True), ("usual", False), ("rare", True), ("missing", False), ("missing", False)):

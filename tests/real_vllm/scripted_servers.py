@@ -50,7 +50,7 @@ class Resources:
 
 
 class ScriptedCore:
-    """In the place of vLLM's client of an engine core, for one event loop."""
+    """A replacement for vLLM's client of an engine core, for one event loop."""
 
     def __init__(self, script: Script, gate: Gate) -> None:
         self.resources = Resources()

@@ -136,7 +136,7 @@ def test_requests_that_no_rank_can_run_are_refused_by_name(changed: dict[str, An
     assert refused.value.name == name
 
 
-def test_a_field_that_nobody_knows_is_refused_where_it_asks_for_something() -> None:
+def test_an_unknown_field_is_refused_where_it_asks_for_something() -> None:
     known = {name: getattr(SamplingParams(), name) for name in fields.fields_of(SamplingParams)}
     assert sampling_options(types.SimpleNamespace(**known, brand_new=None))
     with pytest.raises(Unsupported, match="brand_new"):
@@ -178,7 +178,7 @@ def test_log_probabilities_of_a_prompt_have_vllms_form() -> None:
 
 
 def test_log_probabilities_have_vllms_form() -> None:
-    """The sampled token first, then the likeliest; a row a token."""
+    """Each row is one token's: the sampled token comes first, then the most likely ones."""
     found = [TokenLogprobs(-0.5, ((9, -0.1), (7, -0.5))), TokenLogprobs(-3.0, ((9, -0.25), (8, -0.5)))]
     ids, values, ranks, _ = records.logprobs_lists([7, 5], found, 2)
     assert ids.tolist() == [[7, 9, 7], [5, 9, 8]]
@@ -191,7 +191,7 @@ def test_the_seams_fit_this_vllm() -> None:
 
 
 def test_another_vllm_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM's own plugin call, which an exception ends."""
+    """vLLM calls the plugin, and the exception ends that call."""
     other = seams.Seam("vllm.v1.engine.async_llm", "AsyncLLM.generate", "self, prompt, something_else")
     monkeypatch.setattr(seams, "REPLACED", (other,))
     monkeypatch.setattr(seams, "serves_http", lambda: True)

@@ -91,8 +91,8 @@ def call_of(city: str) -> str:
 
 
 def called(served: Front, city: str, refused: Counter[int]) -> tuple[str, Any, str]:
-    """The name, the arguments and the reason of the end of one streamed call. What is refused before a stream begins
-    is asked again, as clients do; what has begun is never."""
+    """Return the name, the arguments and the finish reason of one streamed call. A request that is refused before its
+    stream begins is repeated, as clients do; one whose stream has begun is not."""
     body = {
         "model": "scripted", "stream": True, "tools": [TOOL], "max_tokens": 200,
         "messages": [{"role": "user", "content": f"Weather in {city}"}],

@@ -199,8 +199,8 @@ def test_metrics_of_both_are_there(served: Front) -> None:
     assert "pdbus_front_failed_requests_total" in text
 
 
-def test_it_lets_requests_finish_when_it_is_told_to_leave(cluster: Cluster, served: Front) -> None:
-    """The last test of this server."""
+def test_after_sigterm_the_running_requests_finish(cluster: Cluster, served: Front) -> None:
+    """This is the last test of this server, because it ends it."""
     body = GREEDY | QUESTION | {"ignore_eos": True, "max_tokens": 30}
     whole = joined(served.stream(CHAT, body))
     connection, answer = served.begin(CHAT, body | {"stream": True})
@@ -215,12 +215,12 @@ def test_it_lets_requests_finish_when_it_is_told_to_leave(cluster: Cluster, serv
 
 
 def test_an_unmodified_vllm_serve_is_a_front_by_its_plugin(cluster: Cluster, tmp_path: Path) -> None:
-    """Two API servers under one parent; no engine core among its processes."""
+    """One parent runs two API servers, and no engine core."""
     model, port = str(hugging_face()), free_ports("127.0.0.1", 1)
     command = ["vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "smollm2", "--port", str(port)]
     environ = {"PDBUS_VLLM_CONTROLLER": cluster.controller, "PYTHONPATH": plugin_path(tmp_path / "plugin")}
     with Front([*command, "--api-server-count", "2", *TOOLS], port, tmp_path / "log", **environ) as served:
-        for _ in range(4):  # by whichever of the two
+        for _ in range(4):  # either of the two may answer
             status, answer, _ = served.post(CHAT, GREEDY | QUESTION)
             assert (status, said(answer)) == (200, "The capital of France is Paris.")
         names = [" ".join(each.cmdline()) for each in served.family()]

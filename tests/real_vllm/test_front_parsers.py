@@ -168,7 +168,7 @@ IDS = re.compile(rb'"id": ?"(?:chatcmpl|call)[^"]*"|"id": ?"[A-Za-z0-9]{9}"|"cre
 
 
 def plain(part: bytes) -> bytes:
-    """Without ids and times."""
+    """Return `part` without ids and times."""
     return IDS.sub(b'"#":0', part)
 
 
@@ -227,7 +227,8 @@ def test_a_client_gets_the_bytes_of_vllms_own_server(both: tuple[Answers, Answer
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_stream_that_runs_free_has_all_tokens_once(both: tuple[Answers, Answers], name: str) -> None:
-    """However they are merged. The texts that parsers make of merged tokens differ in vLLM itself, but for STABLE."""
+    """It has them however they are merged. The texts that parsers make of merged tokens differ in vLLM itself, except
+    for those of STABLE."""
     direct, bus = (joined(answers[name, "free"][1]) for answers in both)
     assert bus["token_ids"] == direct["token_ids"]
     assert len(bus["token_ids"]) == bus["usage"]["completion_tokens"]

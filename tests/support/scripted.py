@@ -164,7 +164,7 @@ class Scripted:
     def close(self) -> None: ...
 
     def wake(self) -> None:
-        """Say what the gate permits now."""
+        """Emit the tokens that the gate permits now."""
         self._plan()
 
     def _plan(self) -> None:
@@ -173,7 +173,7 @@ class Scripted:
             self._timers.call_later(self._step_s, self._step)
 
     def _step(self) -> None:
-        """Say a token of each leg, in order of their coming, as far as the gate permits."""
+        """Emit a token of each leg, in the order in which the legs came, as far as the gate permits."""
         self._due = False
         moved = False
         for leg in list(self._made):

@@ -100,7 +100,7 @@ def test_extra_keys_of_which_none_is_there_are_none(none: object) -> None:
 
 
 def test_a_salted_prompt_has_names_of_its_own() -> None:
-    """M95: as vLLM says it, whose first block has the salt as an extra key."""
+    """M95: vLLM's event has the salt as an extra key of the first block."""
     salted = stored(extra_keys=[[["cache_salt", "tenant"]], None, None])
     ours = tuple(block_hashes([1, 2, 3, 4, 5, 6], 2, root_of("tenant")))
     later = stored(block_hashes=[4], parent_block_hash=3, token_ids=[7, 8])

@@ -155,13 +155,13 @@ def test_a_request_has_one_leg_in_a_process_which_is_the_one_that_its_client_rea
     assert told[2:] == [(1, 2, "ok"), (0, 2, "ok"), (0, 1, "fenced")]
 
 
-def test_what_nobody_read_for_long_ends_so_that_its_client_may_try_again(rig: Rig) -> None:
+def test_a_stream_that_is_not_read_for_long_ends_so_that_its_client_may_try_again(rig: Rig) -> None:
     rank = rig.host.ranks[0]
     (connection,) = rank.connections
     told: list[Ended] = []
     connection.progress = lambda started, ended: told.extend(ended)  # type: ignore[method-assign]
     rank.dispatched(connection, Dispatch("r", 1, "unified", 0, 5, 1, 1, 1, 9), [token_bytes([5]), encode(Params())])
-    rig.host.streams.attach(b"who has gone", Attach("r", 1), rig.now)
+    rig.host.streams.attach(b"gone", Attach("r", 1), rig.now)
     rig.turn()
     rig.turn(UNREAD_S - 0.1)
     assert not told

@@ -158,7 +158,7 @@ def test_examples_are_the_bytes_that_the_codec_makes(text: str, digits: str) -> 
 
 
 def test_hashes_of_blocks_are_made_as_the_document_says() -> None:
-    """M75: by hashlib and struct alone, as a foreign client would."""
+    """M75: the test computes them with hashlib and struct alone, as a foreign client would."""
     first = blake2b(bytes(8) + struct.pack("<4i", 1, 2, 3, 4), digest_size=8).digest()
     second = blake2b(first + struct.pack("<4i", 5, 6, 7, 8), digest_size=8).digest()
     assert pack_hashes(block_hashes(range(1, 10), 4)) == first + second
@@ -166,7 +166,7 @@ def test_hashes_of_blocks_are_made_as_the_document_says() -> None:
 
 
 def test_a_salt_stands_before_the_first_block_as_the_document_says() -> None:
-    """M95: by hashlib and struct alone, as a foreign client would."""
+    """M95: the test computes them with hashlib and struct alone, as a foreign client would."""
     root = blake2b(b"tenant-\xc3\xa9", digest_size=8, key=b"cache_salt").digest()
     first = blake2b(root + struct.pack("<4i", 1, 2, 3, 4), digest_size=8).digest()
     assert pack_hashes(block_hashes(range(1, 5), 4, root_of("tenant-\xe9"))) == first

@@ -160,7 +160,7 @@ def test_hashes_name_prefixes_not_blocks() -> None:
 
 
 def test_two_salts_share_no_prefix() -> None:
-    """M95: neither a prompt's blocks nor those of its output."""
+    """M95: they share neither blocks of the prompt nor blocks of its output."""
     s = scheduler()
     cached = {}
     for number, salt in enumerate(("", "a", "b", "a", "")):

@@ -357,7 +357,7 @@ def test_each_token_comes_with_its_log_probabilities_wherever_a_reader_begins(st
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_the_prompts_log_probabilities_come_with_the_first_tokens_to_each_reader(streams: Streams, ended: bool) -> None:
-    """In a frame that a peer takes, however large they are."""
+    """They come in a frame that a peer takes, however large they are."""
     leg = opened(streams, offset=0)
     top = tuple((2**31 - 1 - n, -1.0 / 3) for n in range(20))
     leg.prompt_logprobs = tuple(TokenLogprobs(-float(n), top, 2**31) for n in range(MAX_LOGPROBS_PER_MESSAGE))
