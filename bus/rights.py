@@ -1,8 +1,8 @@
-"""The rights of keys: which role may do what. Pure, and the only module that says it; sockets and cores ask here.
+"""The rights of keys: which role may do what. Only this module defines them; sockets and cores ask it. Pure.
 
 A key's name is its place in the list: `nodes/prefill-0` is `allow/nodes/prefill-0.key`, and the folder is its role.
-A peer without a name has proved no key: there are no keys (then everything that can reach a socket is one trust
-domain), or the peer is this process itself.
+A peer without a name has proved no key, either because no keys are used (then everything that can reach a socket is one
+trust domain), or because the peer is this process itself.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ class Known(bytes):
 
 
 def key_of(peer: Any) -> str:
-    """Return the name of the peer's key; empty where there are no keys."""
+    """Return the name of the peer's key; empty if it has proved none."""
     return getattr(peer, "key", "")
 
 
 def may(peer: Any, *roles: KeyRole) -> bool:
-    """Return true if the peer has one of these roles, or there are no keys."""
+    """Return true if the peer has one of these roles, or has no key."""
     key = key_of(peer)
     return not key or key.partition("/")[0] in roles
 
 
 def speaks_for(peer: Any, instance: str) -> bool:
-    """Return true if the peer may send in the name of the ranks of `instance`, or there are no keys."""
+    """Return true if the peer may send in the name of the ranks of `instance`; a peer without a key may."""
     key = key_of(peer)
     return not key or key == f"nodes/{instance}"
 
 
 def owns(peer: Any, owner: str) -> bool:
-    """Return true if the peer may read and end what belongs to the key `owner`; everyone may if `owner` is empty, and a
-    peer without a key may do all."""
+    """Return true if the peer may read and end what belongs to the key `owner`. Every peer may if `owner` is empty; a
+    peer without a key always may."""
     return not owner or key_of(peer) in ("", owner)
 
 
 @lru_cache(8192)
 def publishes(key: str) -> tuple[bytes, ...]:
-    """Return the beginnings of the topics that the holder of `key` (a key's name) may publish under; empty: none. The
-    broker publishes without this check."""
+    """Return the prefixes of the topics under which the holder of `key` (a key's name) may publish; empty: it may not
+    publish. The broker itself publishes without this check."""
     role, _, name = key.partition("/")
     if role == "nodes":
         return tuple(kind + name.encode() + b"/" for kind in (topics.LOAD, topics.ROOMS, topics.MEMBER, topics.KV))

@@ -42,8 +42,8 @@ class Opened:
     """An engine that is loaded. `figures` is called for each page of metrics, on the loop's thread."""
 
     runners: Sequence[Runner]  # one for each rank of the node, in their order
-    step_tokens: int  # that one step computes, at most
-    figures: Callable[[], Iterable[Metric]] = tuple  # metrics of its own
+    step_tokens: int  # the most tokens that one step computes
+    figures: Callable[[], Iterable[Metric]] = tuple  # returns the engine's own metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +68,21 @@ def nothing_to_prepare(model: str, progress: Progress) -> None:
 class EngineKind:
     """An engine, as the node, `pdbus up`, `calibrate`, `replay` and `demo` need to know it.
 
-    - `settings(options, arguments)` makes `NodeConfig.engine` from the node's options by name and the arguments after
-      `--`. ConfigError for invalid ones.
-    - `opened(config, loop, progress)` loads it, `progress(what, fraction)` meanwhile, and closes it at the end of the
-      `with`. The runners' events come on the thread of `loop`. ConfigError or StartError when that cannot begin.
-    - `prepare(model, progress)` does once what each machine needs before a rank loads `model`. ConfigError for what is
-      not installed or not known.
-    - `max_running`, `chunk_tokens`: what these options are where nothing is given.
-    - `our_options`: the options of our own engines (`--kv-tokens`, `--sim-...`) count for it; else they are refused.
-    - `takes_arguments`: what follows `--` is for it; else nothing may follow. `needs_model`: `--model` has no default.
-    - `first_at_decode`: its decode ranks make the first token, rather than pass on that of prefill.
-    - `front`: the HTTP server that `pdbus up` takes by itself; `vllm` is vLLM's own in front of the bus.
+    - `settings(options, arguments)` returns the value of `NodeConfig.engine`, from the node's options (by name) and the
+      arguments after `--`. Raises ConfigError for invalid ones.
+    - `opened(config, loop, progress)` is for a `with` block: it loads the engine, calling `progress(what, fraction)`
+      meanwhile, and closes it at the end of the block. The runners' events come on the thread of `loop`. Raises
+      ConfigError or StartError when the engine cannot start.
+    - `prepare(model, progress)` prepares the machine for `model`; it is called once, before any rank loads the model.
+      Raises ConfigError if something is not installed, or the model is unknown.
+    - `max_running`, `chunk_tokens`: the defaults of these options.
+    - `our_options`: true if it takes the options of our own engines (`--kv-tokens`, `--sim-...`); if false, they are
+      refused.
+    - `takes_arguments`: true if it gets the arguments after `--`; if false, they are refused.
+    - `needs_model`: true if `--model` must be given.
+    - `first_at_decode`: true if its decode ranks compute the first token themselves; if false, they pass on the one
+      that the prefill rank computed.
+    - `front`: the HTTP server that `pdbus up` starts by default; `vllm` is vLLM's own server in front of the bus.
     """
 
     settings: Callable[[Mapping[str, Any], Sequence[str]], Any]
@@ -100,8 +104,8 @@ def names() -> tuple[str, ...]:
 
 
 def kind_of(name: str) -> EngineKind:
-    """Return the engine of that name, importing its module. ConfigError where there is none, or where it cannot be
-    imported."""
+    """Return the engine with this name; its module is imported. Raises ConfigError if there is no such engine, or if it
+    cannot be imported."""
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         kind: EngineKind = getattr(import_module(module), attribute)

@@ -13,15 +13,15 @@ EXIT_INTERRUPTED = 130
 
 
 def leave_at_once() -> None:
-    """End the process with 130 on SIGINT from here on, until another handler is set. SIGINT stays ignored where it
-    is ignored."""
+    """Let SIGINT end the process with exit code 130 from now on, until another handler is set. If the process ignores
+    SIGINT, that stays so."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_again() -> None:
-    """End `leave_at_once`: SIGINT raises KeyboardInterrupt again, for code that tidies up. Where another handler is
-    set, it stays."""
+    """Undo `leave_at_once`: SIGINT raises KeyboardInterrupt again, for code that cleans up. If another handler is set,
+    it stays."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

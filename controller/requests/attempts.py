@@ -79,8 +79,8 @@ class Attempts:
         return False
 
     def _in_turn(self, request: Request, held: list[HeldLeg] | None, out: list[Action], model: str) -> bool:
-        """End what nodes still run of the request, because a rank of `model` can serve it. Return true if no other
-        waiting request goes before it."""
+        """Note that ranks of `model` can serve the request, and so end what nodes still run of it. Return true if no
+        other waiting request goes before it."""
         request.model = model
         if held:
             self._fence_orphans(request, out)
@@ -121,7 +121,7 @@ class Attempts:
             out.append(Note("request.dispatched", "debug", about_of(request)))
 
     def accept(self, request: Request, out: list[Action]) -> None:
-        """Send the client Accepted: the request is known here, and where it runs (without ranks while it waits)."""
+        """Send the client `Accepted`, with the ranks where the request runs; without ranks while it waits."""
         prefill = decode = None
         for leg in request.legs:
             if leg.role == "prefill":
@@ -172,9 +172,10 @@ class Attempts:
         return rank.location if rank is not None and rank.ready else None
 
     def _adopt_orphans(self, request: Request, held: list[HeldLeg], now: float, out: list[Action]) -> bool:
-        """Take over a request that nodes still run from before my restart: it goes on there in its newest attempt,
-        so that it does not run twice. Not if it is something else: a newer attempt, or one that its legs' ranks
-        could not have got. Whether these ranks have credit does not matter: they run it already."""
+        """Take over a request that nodes still run since before this controller's restart: it goes on there in its
+        newest attempt, so that it does not run twice. Return false, and take over nothing, if the request is a newer
+        attempt than what runs, or if the ranks of these legs could not have got it. Whether these ranks have credit
+        does not matter: they run it already."""
         submit = request.submit
         attempt = max([leg.attempt for leg in held])
         roles = ROLES[submit.leg]
@@ -219,7 +220,7 @@ class Attempts:
         return ok
 
     def undo(self, leg: LegRun, request: Request) -> None:
-        """Take back a leg whose dispatch never left this process: its rank has nothing of it."""
+        """Take back a leg whose dispatch never left this process: its rank never got it."""
         leg.step("given up")
         del self._ranks[leg.rank].work[request.rid]
         self._balancer.unsent(leg, request.submit)

@@ -22,25 +22,25 @@ class Limits:
     max_waiting: int = 1024
     max_waiting_bytes: int = 64 << 20
     hold_s: float = 60.0
-    trace_bytes: int = defaults.TRACE_BYTES  # of legs that are over, for `pdbus trace`
+    trace_bytes: int = defaults.TRACE_BYTES  # for the records of ended legs, which `pdbus trace` asks for
 
 
 @dataclass(frozen=True)
 class LinkConfig:
     """The shared settings. `data` is the address of the data socket: `ipc:///directory`, `tcp://host` (on any free
-    port) or `tcp://host:port`. Durations are in seconds. ConfigError for every value that a controller or the bus
-    would refuse."""
+    port) or `tcp://host:port`. Durations are in seconds. Raises ConfigError for every value that a controller or the
+    bus would refuse."""
 
     role: Role  # of all ranks here: prefill, decode or unified
-    instance: str  # their name together, 1 to 64 of letters, digits, '.', '_' and '-'
-    dp_size: int  # ranks of the instance, those of other processes too
-    dp_ranks: tuple[int, ...]  # those of this process
+    instance: str  # the name that they share, 1 to 64 of letters, digits, '.', '_' and '-'
+    dp_size: int  # the number of ranks of the instance, with those of other processes
+    dp_ranks: tuple[int, ...]  # the ranks of this process
     bus: str  # the broker's base address
     controllers: tuple[str, ...]  # base addresses, one at least
     data: str  # where peers and clients reach this process
-    report_interval_s: float = defaults.REPORT_INTERVAL_S  # between load reports at most
-    room_ttl_s: float = defaults.ROOM_TTL_S  # a room that is not refreshed lives so long at the broker
-    limits: Limits = field(default_factory=Limits)  # of what may wait here
+    report_interval_s: float = defaults.REPORT_INTERVAL_S  # the longest time between load reports
+    room_ttl_s: float = defaults.ROOM_TTL_S  # how long the broker keeps a room that is not refreshed
+    limits: Limits = field(default_factory=Limits)  # on what may wait here
     keys: str = ""  # directory of CURVE keys; empty: none
 
     def __post_init__(self) -> None:
@@ -98,5 +98,5 @@ class LinkConfig:
             raise ConfigError(f"{self._called(name)} must lie between 0.01 s and a day, not {value}")
 
     def _called(self, name: str) -> str:
-        """Return the user's name of the setting `name`."""
+        """Return the name under which users know the setting `name`, for errors."""
         return name

@@ -1,9 +1,10 @@
-"""When each request of a trace arrives, and which requests count. Owns sessions and the window of the figures; knows no
-rank and no clock, so that a run in virtual time and one in real time have the same arrivals.
+"""When each request of a trace arrives, and which requests count. This module owns the sessions and the window: the
+time in which a request must arrive to count. It knows no rank and no clock, so that a run in virtual time and one in
+real time have the same arrivals.
 
-A session is under way from its first arrival until all of its requests have ended. The window opens with the warm-up's
-end. It closes at `end_s`, with the `end_requests`-th arrival in it, or, with a fixed number of sessions under way, when
-one ends and none is left to take its place: from then on the load is another. What arrived in the window counts.
+A session is under way from its first arrival until all of its requests have ended. The window opens when the warm-up
+ends. It closes at `end_s`, or with the `end_requests`-th arrival in it. With a fixed number of sessions under way it
+also closes when a session ends and none is left to take its place, because the load is lower from then on.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pdbus.lab.traces import Trace
 
 class Arrivals:
     """The arrivals of one run. `begin(place, at_s)` is called once for each request, as soon as the time of its arrival
-    is known; the caller calls `arrived` then and `ended` at its end. A `place` is an index in `trace.requests`; times
-    are in seconds of the run."""
+    is known. The owner calls `arrived` when that time has come, and `ended` when the request has ended. A `place` is an
+    index in `trace.requests`; times are in seconds of the run."""
 
     def __init__(self, trace: Trace, config: LabConfig, begin: Callable[[int, float], None]) -> None:
         requests = trace.requests
@@ -46,7 +47,8 @@ class Arrivals:
         self.closed_s = math.inf  # when the window closed
 
     def start(self) -> None:
-        """Begin all first requests of sessions at their own times; with `config.concurrency`, so many sessions at 0."""
+        """Begin the first requests of all sessions at their own times; with `config.concurrency`, begin that many
+        sessions at 0."""
         if self._concurrency:
             for _ in range(self._concurrency):
                 self._next_session(0.0)
@@ -78,11 +80,12 @@ class Arrivals:
             self._next_session(now)
 
     def done(self, now: float) -> bool:
-        """Return True once all that count have ended and no other can come to count."""
+        """Return true once all requests that count have ended and no later one can count."""
         return not self._unended or (not self._pending and now >= min(self._end_s, self.closed_s))
 
     def until_s(self, ended_s: float) -> float:
-        """Return when requests ceased to count: when the window closed, or `ended_s` (the run's end) if sooner."""
+        """Return the time after which no arrival counted: when the window closed, or `ended_s` (the run's end) if that
+        was sooner."""
         return min(self._end_s, self.closed_s, ended_s)
 
     def share(self, now: float) -> float:

@@ -107,7 +107,8 @@ class Cluster:
         return self
 
     def stop(self) -> None:
-        """Stop all parts; idempotent. Ctrl-C shortens the wait for draining nodes, and is raised afterwards."""
+        """Stop all parts; a second call does nothing. Ctrl-C shortens the wait for draining nodes, and is raised
+        afterwards."""
         if self._directory is None or self._inherited:
             return
         try:

@@ -1,11 +1,11 @@
 """Chooses the rank of an SGLang server for each request, in its DP controller: a balancer, and the liveness of ranks.
 Pure; time is an argument in seconds.
 
-The ranks are opened at the start, by the nonce (the number of the server's start) that they share with the DP
-controller, so no message is needed before the first dispatch. What they publish then overwrites what is believed of
-them. This controller never learns that a request is over, only that it was taken in: from then on the rank's own
-reports count it. That is its end for the policy (`Policy.ended`): code `ok`, no output tokens, and the seconds from its
-dispatch to the report that acknowledged it.
+The ranks are known from the start: they share a nonce (the number of the server's start) with the DP controller, so no
+message is needed before the first dispatch. What they publish later overwrites what was assumed of them. This
+controller never learns that a request has ended, only that a rank has acknowledged it; from then on the rank's own
+reports count it. So for the policy (`Policy.ended`) a request ends with its acknowledgement: with the code `ok`, no
+output tokens, and the seconds from its dispatch to the report that acknowledged it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_SENT = 4096  # dispatches to one rank that are remembered until it acknowled
 
 
 class _Sent(NamedTuple):
-    """A dispatch, and the tokens of all up to it that its rank was charged."""
+    """A dispatch. `tokens` is what its rank was charged for all dispatches up to this one."""
 
     leg: LegRun
     tokens: int
@@ -83,7 +83,8 @@ class Chooser:
 
     def on_message(self, message: Message, now: float) -> int | None:
         """Handle a publication of one of these ranks, or a beacon (sign of life) of the broker; ignore others. Return
-        the rank that leaves the bus by it, None for none; after that `pick` returns None for every request."""
+        the number of the rank that leaves the bus with this message; None: none leaves. Once one has left, `pick`
+        returns None for every request."""
         if isinstance(message, Beacon):
             self._note_bus(now)
             return None
@@ -104,7 +105,7 @@ class Chooser:
 
     def _note_bus(self, now: float) -> None:
         """Note that the bus is alive. A beacon counts as much as a load report of another rank, because the broker runs
-        beside the ranks: a rank without publications is then silent, even if all are."""
+        beside the ranks. So a rank that publishes nothing is silent even if no other rank publishes anything."""
         self._health.bus_seen(now)
         self._health.loads_at = now
 
@@ -132,8 +133,8 @@ class Chooser:
 
     def pick(self, request: Any, able: Collection[int], now: float) -> int | None:
         """Pick a rank for SGLang's tokenized `request`, one of `able` (those that SGLang counts as active), and count
-        the request there. None: none of these is known to live, or a rank has left the bus; SGLang then picks
-        itself."""
+        the request there. Return None if none of these is known to be alive, or if a rank has left the bus: then
+        SGLang picks itself."""
         if self.left:
             return None
         if self._inactive or len(able) < len(self.ranks):
@@ -193,7 +194,8 @@ class Chooser:
             self._balancer.ended(leg, submit, Ended(submit.rid, 1, self._role, "ok"), now)
 
     def _as_charged(self, rank: RankLoad, ack: Ack) -> Ack:
-        """A rank acknowledges whole prompts, of so many dispatches. Return what these were charged."""
+        """Return the acknowledgement with the tokens that were charged for its dispatches. The rank itself counts whole
+        prompts."""
         tokens = rank.acked_tokens
         for sent in self._sent[rank.info.dp_rank]:
             if sent.leg.number > ack.dispatches - rank.skew:

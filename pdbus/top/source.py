@@ -1,4 +1,5 @@
-"""The sources of `pdbus top`: a thread that asks controller and broker regularly, and keys of a terminal."""
+"""The sources of `pdbus top`: a thread that asks controller and broker regularly, and the keys pressed in a
+terminal."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ class BrokerStatusClient:
 
 class Watcher(threading.Thread):
     """A thread that asks controller and broker each `interval_s` and puts the result into `updates`: a Sample, or the
-    reason (text) why the controller gave none, or the exception that ends the thread. After each it writes a byte to
-    the descriptor `wake`."""
+    reason (text) why the controller gave none, or the exception that ends the thread. After each result it writes a
+    byte to the descriptor `wake`."""
 
     def __init__(self, client: Client, broker: BrokerStatusClient, interval_s: float, wake: int) -> None:
         super().__init__(name="top", daemon=True)
@@ -103,7 +104,7 @@ class Watcher(threading.Thread):
             os.write(self._wake, b"x")
 
     def stop(self) -> None:
-        """End the thread and wait for it: for a running question, some seconds."""
+        """End the thread and wait until it has ended, which takes some seconds while a question is open."""
         self._leaving.set()
         self.join()
 
