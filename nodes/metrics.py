@@ -50,12 +50,17 @@ def snapshot(host: Host, figures: NodeFigures) -> Iterator[Metric]:
     the end empties the ranks' lists of latencies, so only the loop does, once a second."""
     config = host.config
     usual = {"instance": config.instance, "dp_rank": ",".join(map(str, host.ranks)), "role": config.role}
-    for metric in (*_of_ranks(host.ranks, figures), *_of_counts(host.ranks), *_of_process(host)):
+    for metric in (*_of_ranks(host.ranks, figures), *_of_process(host)):
         samples = tuple(Sample(sample.value, {**usual, **sample.labels}) for sample in metric.samples)
         yield Metric(metric.name, metric.help, metric.kind, samples)
 
 
 def _of_ranks(ranks: Mapping[int, LinkedRank], figures: NodeFigures) -> Iterator[Metric]:
+    yield from _of_loads(ranks, figures)
+    yield from _of_counts(ranks)
+
+
+def _of_loads(ranks: Mapping[int, LinkedRank], figures: NodeFigures) -> Iterator[Metric]:
     loads = {str(dp_rank): rank.core.figures() for dp_rank, rank in ranks.items()}
     gauges: Literal["gauge"] = "gauge"
     counters: Literal["counter"] = "counter"

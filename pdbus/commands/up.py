@@ -211,7 +211,9 @@ def _spec_of(options: dict[str, Any]) -> ClusterSpec:
     return ClusterSpec(
         prefill=split_default if options["prefill"] is None else options["prefill"],
         decode=split_default if options["decode"] is None else options["decode"],
-        **{f"{role}_method": resolve(options[f"{role}_method"], role) for role in get_args(Role)},
+        prefill_method=resolve(options["prefill_method"], "prefill"),
+        decode_method=resolve(options["decode_method"], "decode"),
+        unified_method=resolve(options["unified_method"], "unified"),
         engine=engine,
         gpus=tuple(each.replace("+", ",") for each in options["gpus"].split(",")) if options["gpus"] else (),
         bus=options["bus"] or ("" if ray else default_bus() if ipc else TCP_BUS),
