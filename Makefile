@@ -163,7 +163,7 @@ test-vllm-front: ## vLLM's own API server in front of the bus: every API, refusa
 		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
 			tests/real_vllm/test_front_fields.py tests/real_vllm/test_front_core.py tests/real_vllm/test_front_live.py \
 			tests/real_vllm/test_front_parsers.py tests/real_vllm/test_front_clients.py \
-			tests/real_vllm/test_front_kills.py
+			tests/real_vllm/test_front_ends.py tests/real_vllm/test_front_kills.py
 
 test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many minutes)
 	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"

@@ -199,19 +199,15 @@ class BusCore:
         """Return the reason why no request can be served now; empty: one can."""
         return "the server is shutting down" if self.draining else self.view.unready(time.monotonic())
 
-    def refusal(self) -> Any:
-        """Return the error (not raised) with which a request is refused before it is submitted; None: it is not. It is
-        refused while the server shuts down, while the cluster is unready (but not in the first NO_RANK_S after a status
-        first said so), and for a while after an `overloaded`."""
-        now = time.monotonic()
-        why = self.unready()
-        waits = self._unready_at is not None and now - self._unready_at < NO_RANK_S  # a rank may come back meanwhile
-        if why and (self.draining or not waits):
-            return records.error_of(Failure(503, why))
-        if now < self._overloaded_until:
-            FAILED.labels("overloaded_before").inc()
-            return records.error_of(Failure(503, "the cluster is overloaded; try again later"))
-        return None
+    def admit(self) -> None:
+        """Raise the error with which a request is refused before it is submitted: while the server shuts down, while
+        the cluster is unready (but not in the first NO_RANK_S after a status first said so), and for a while after an
+        `overloaded`. The middleware has it then too, since vLLM asks again once it has begun a stream."""
+        failure = self._refusal(time.monotonic())
+        if failure is not None:
+            if (asked := ASKED.get()) is not None:
+                asked.failure = failure
+            raise records.error_of(failure)
 
     def hint_s(self) -> float:
         """Return how long refusals by `overloaded` still stand, in seconds; 0: there is none, or another reason (the
@@ -227,6 +223,16 @@ class BusCore:
             self._client = EdgeClient(settings.controller, settings.keys, settings.key_name)
             self._looking = asyncio.create_task(self._look())
             self._looking.add_done_callback(lambda _: self._wake_up())
+
+    def _refusal(self, now: float) -> Failure | None:
+        why = self.unready()
+        waits = self._unready_at is not None and now - self._unready_at < NO_RANK_S  # a rank may come back meanwhile
+        if why and (self.draining or not waits):
+            return Failure(503, why)
+        if now < self._overloaded_until:
+            FAILED.labels("overloaded_before").inc()
+            return Failure(503, "the cluster is overloaded; try again later")
+        return None
 
     def _options(self, request: Any, asked: Asked | None) -> Options:
         options = options_of(request, reasoning_parser=self._reasoning_parser)
@@ -318,19 +324,25 @@ class BusCore:
 
     def _fail(self, running: Running, error: Exception) -> None:
         """End a request with vLLM's form of an error, whatever it is: one that vLLM does not hear of would hang."""
-        failure = self._failure(error)
+        failure = self._failure(error, running.seen)
+        if failure.status >= 500:
+            log.warning("pdbus.front.failed", rid=running.id, status=failure.status, message=failure.message)
         if running.asked is not None:
             running.asked.failure = failure
         self._cancel(running.id)
         for other in records.fail(self.processor, running.id, records.error_of(failure)):
             self._cancel(other)
 
-    def _failure(self, error: Exception) -> Failure:
+    def _failure(self, error: Exception, seen: int) -> Failure:
+        """Count an error of a request of which `seen` tokens have come, and return its answer."""
         if isinstance(error, ConfigError):  # the message begins with the option at fault
             FAILED.labels("bad_request").inc()
             word = str(error).split(maxsplit=1)[0].rstrip(":")
             return Failure(400, str(error), word if word in Options.__annotations__ else None)
         if isinstance(error, RequestFailed):
+            if error.code == "bad_request" and seen:  # to go on elsewhere was refused; the request itself was valid
+                FAILED.labels("interrupted").inc()
+                return Failure(503, f"the answer was interrupted, and cannot be resumed: {error.message}")
             FAILED.labels(error.code).inc()
             if error.code != "overloaded":
                 return Failure(status_of(error.code), error.message, None, error.retry_after_s)

@@ -7,6 +7,7 @@ where trying again may help. A failure after that ends the stream with one event
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -49,6 +50,13 @@ class StatusOfFirstEvent:
     def _hint_s(self) -> float:
         core = getattr(getattr(self._state, "engine_client", None), "engine_core", None)
         return float(core.hint_s()) if core is not None else 0.0
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Return false for a traceback of vLLM's about a request that the bus failed: one layer of it cannot read the event
+    that another made of the failure. The client gets the failure, and the log has a line of it."""
+    asked = ASKED.get()
+    return not record.exc_info or asked is None or asked.failure is None
 
 
 class Answer:

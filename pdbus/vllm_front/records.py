@@ -35,10 +35,18 @@ class BusFailed(GracefulHTTPError, GenerationError):  # type: ignore[misc]
         self.status_code = HTTPStatus(failure.status)
 
 
+class BusRefused(VLLMValidationError, GenerationError):  # type: ignore[misc]
+    """The bus takes a request for invalid. As of `BusFailed`, vLLM logs no traceback of it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message, parameter=failure.param)
+        self.status_code = HTTPStatus(failure.status)
+
+
 def error_of(failure: Failure) -> Any:
     """Return vLLM's error for a failure; where a client's field is at fault, with its name."""
     if failure.status == 400:
-        return VLLMValidationError(failure.message, parameter=failure.param)
+        return BusRefused(failure)
     return BusFailed(failure)
 
 

@@ -7,6 +7,7 @@ Modules are looked up in the process as they are, because vLLM loads plugins aft
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -211,8 +212,7 @@ def _replace_engine(settings: Settings) -> None:
     @wraps(admission)
     def check_admission(self: Any, n: int = 1, request_id: str | None = None) -> None:
         admission(self, n, request_id)
-        if (refusal := self.engine_core.refusal()) is not None:
-            raise refusal
+        self.engine_core.admit()
 
     @wraps(health)
     async def check_health(self: Any) -> None:
@@ -287,7 +287,7 @@ def _replace_server() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.utils import CoreEngineLaunch
 
-    from pdbus.vllm_front.middleware import StatusOfFirstEvent
+    from pdbus.vllm_front.middleware import StatusOfFirstEvent, is_news
 
     middleware, build_client = app.init_entrypoints_middleware, entry.build_async_engine_client
     command = serve.ServeSubcommand.cmd
@@ -311,6 +311,7 @@ def _replace_server() -> None:
     def launch_nothing(vllm_config: Any, executor_class: Any, log_stats: Any, addresses: Any) -> Iterator[Any]:
         yield CoreEngineLaunch(engine_manager=None, coordinator=None, addresses=addresses, tensor_queue=None)
 
+    logging.getLogger("vllm.entrypoints.anthropic.serving").addFilter(is_news)
     app.init_entrypoints_middleware = init_middleware
     entry.build_async_engine_client = build_client_checked
     serve.ServeSubcommand.cmd = staticmethod(command_checked)

@@ -20,6 +20,7 @@ from bus.wire.codes import Code
 from bus.wire.messages import Status
 from pdbus.client import Piece, Result
 from pdbus.vllm_front import core as module
+from pdbus.vllm_front.asked import ASKED, Asked
 from pdbus.vllm_front.core import BusCore
 from pdbus.vllm_front.settings import Settings
 
@@ -191,6 +192,26 @@ def test_overloaded_is_503_and_stands_for_the_next_requests(made: BusCore) -> No
     error, hint_s = asyncio.run(failed(made, result("failed", (), "overloaded", 4.0)))
     assert error.http_status == 503
     assert 3 < hint_s <= 4
+
+
+def test_an_answer_that_cannot_go_on_is_no_bad_request(made: BusCore) -> None:
+    """A rank that refuses to resume says `bad_request`; the request was valid."""
+    error, _ = asyncio.run(failed(made, result("failed", (10,), "bad_request")))
+    assert (error.http_status, str(error)) == (503, "the answer was interrupted, and cannot be resumed: bad_request!")
+
+
+def test_a_refusal_after_a_stream_has_begun_is_known_to_the_middleware(made: BusCore) -> None:
+    """vLLM asks for admission a second time then."""
+    asked = Asked({})
+    token = ASKED.set(asked)
+    made.draining = True
+    try:
+        with pytest.raises(GracefulHTTPError, match="shutting down"):
+            made.admit()
+    finally:
+        ASKED.reset(token)
+    assert asked.failure is not None
+    assert (asked.failure.status, asked.failure.message) == (503, "the server is shutting down")
 
 
 def test_a_request_that_vllm_aborts_is_cancelled(made: BusCore) -> None:

@@ -2,10 +2,11 @@
 nonsense. Prefill, decode and unified; no model, no weights.
 
 An answer belongs to the prompts in which its mark, some token ids, occurs; of several marks the last in the prompt
-counts. So each round of a conversation has an answer of its own. A resumed request goes on where it was. With a gate
-each token waits for a permit, which a test gives once the last one was read.
+counts. So each round of a conversation has an answer of its own. A resumed request goes on where it was, but for one
+with a grammar, which is refused, as real engines do. With a gate each token waits for a permit, which a test gives once
+the last one was read.
 
-    python -P -m scripted ROLE BUS CONTROLLER FOLDER INSTANCE SCRIPT [STEP_S]        (PYTHONPATH=tests/support)
+    python -P -m scripted ROLE BUS CONTROLLER FOLDER INSTANCE SCRIPT [STEP_S [KEYS]]      (PYTHONPATH=tests/support)
 
 SCRIPT is a file that `Script.saved` wrote.
 """
@@ -27,6 +28,7 @@ from nodes.link.leg import Leg
 from nodes.link.runner import Began, Emit, Fetched, Finished, Held, LegFailed, Output, RankFacts
 
 UNKNOWN = ("prompt_logprobs",)  # parameters that a script can't answer
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
 HANDLE = b"script"
 READY_S = 60.0
 
@@ -110,14 +112,20 @@ class Timers(Protocol):
 class Scripted:
     """The runner of one rank."""
 
-    def __init__(self, timers: Timers, script: Script, gate: Gate | None = None, step_s: float = 0.0) -> None:
+    def __init__(
+        self, timers: Timers, script: Script, gate: Gate | None = None, step_s: float = 0.0, max_running: int = 64
+    ) -> None:
         self.script = script
         self.facts = RankFacts(
-            model=script.model, max_context=script.max_context, kv_capacity=64 * script.max_context, max_running=64,
+            model=script.model, max_context=script.max_context, kv_capacity=64 * script.max_context,
+            max_running=max_running,
             block_tokens=16, vocab_size=script.vocab_size, eos_ids=script.eos_ids, kv_transfer="script",
             kv_layout="script/1", wants_prompt=True, params=script.params,
         )  # fmt: skip
         self.made_total = 0  # tokens
+        self.fetches = True  # a decode rank gets its KV caches; False: they are on their way for ever
+        self.fails = ""  # a reason: the next token of each leg is its failure
+        self.on_gone: Callable[[Leg], None] = lambda leg: None  # it holds nothing of this leg any more
         self._timers = timers
         self._gate = gate or Gate(is_open=True)
         self._step_s = step_s
@@ -133,8 +141,13 @@ class Scripted:
         if answer is None or leg.offset >= len(answer):
             self._emit(LegFailed(leg, "bad_request", "the script has no answer to this"))
             return
+        if leg.offset and any(getattr(leg.params, name) for name in GRAMMARS):
+            self._emit(LegFailed(leg, "bad_request", "an output with a grammar can't be resumed"))
+            return
         self._live[leg] = answer
         if leg.role == "decode":
+            if not self.fetches:
+                return
             self._emit(Fetched(leg, 0.0))
         self._emit(Began(leg))
         if leg.role == "prefill":
@@ -146,6 +159,7 @@ class Scripted:
     def cancel(self, leg: Leg) -> None:
         self._live.pop(leg, None)
         self._made.pop(leg, None)
+        self.on_gone(leg)
 
     release = cancel
 
@@ -180,6 +194,10 @@ class Scripted:
             if not self._gate.take():
                 break
             moved = True
+            if self.fails:
+                self.cancel(leg)
+                self._emit(LegFailed(leg, "bad_request", self.fails))
+                continue
             self._make_token(leg)
         if moved:
             self._plan()
@@ -204,7 +222,7 @@ class Scripted:
 @contextmanager
 def rank(
     role: Any, bus: str, controller: str, folder: Path, script: Script, gate: Gate | None = None,
-    instance: str = "", step_s: float = 0.0,
+    instance: str = "", step_s: float = 0.0, keys: str = "", max_running: int = 64,
 ) -> Iterator[Scripted]:  # fmt: skip
     """A rank on a thread of this process; it has joined on entry."""
     from bus.runtime.loop import Loop
@@ -216,10 +234,10 @@ def rank(
 
     def serve() -> None:
         loop = Loop()
-        runner = Scripted(loop, script, gate, step_s)
+        runner = Scripted(loop, script, gate, step_s, max_running)
         if gate is not None:
             gate.on_change.append(lambda: loop.call_threadsafe(runner.wake))
-        config = NodeConfig(role, instance or role, 1, (0,), bus, (controller,), f"ipc://{folder}")
+        config = NodeConfig(role, instance or role, 1, (0,), bus, (controller,), f"ipc://{folder}", keys=keys)
         with Node(config, loop, {0: runner}) as node:
             found.append((node, runner))
             node.run(lambda node: joined.set())
@@ -237,7 +255,9 @@ def rank(
         thread.join(READY_S)
 
 
-def main(role: Any, bus: str, controller: str, folder: str, instance: str, script: str, step_s: str = "0") -> None:
+def main(
+    role: Any, bus: str, controller: str, folder: str, instance: str, script: str, step_s: str = "0", keys: str = ""
+) -> None:
     import click
 
     from bus.runtime import cli, logs
@@ -249,7 +269,7 @@ def main(role: Any, bus: str, controller: str, folder: str, instance: str, scrip
     def command() -> None:
         logs.configure("info", part="node", instance=instance)
         loop = Loop()
-        config = NodeConfig(role, instance, 1, (0,), bus, (controller,), f"ipc://{folder}")
+        config = NodeConfig(role, instance, 1, (0,), bus, (controller,), f"ipc://{folder}", keys=keys)
         with Node(config, loop, {0: Scripted(loop, loaded(Path(script)), step_s=float(step_s))}) as node:
             loop.on_signals(node.on_signal)
             cli.leave_with_parent(node.leave)
