@@ -199,9 +199,10 @@ def test_a_folder_of_sessions_gives_its_table(tmp_path: Path) -> None:
     done = replay(str(folder), "--ranks", "2", "--decode-ranks", "2", "--concurrency", "2", "--jobs", "1", "--methods",
                   "round_robin,cache_aware")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "2 sessions under way" in done.stdout
-    assert "9 requests" in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if "round_robin" in line or "cache_aware" in line]
+    title = " ".join(done.stdout.split())  # it goes over two lines
+    assert title.startswith("sessions, 9 requests ")
+    assert "2 prefill + 2 decode ranks, 2 sessions under way" in title
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["round_robin"], ["cache_aware"])]
     assert len(rows) >= 2, done.stdout
     assert all(any(word[0].isdigit() for word in row) for row in rows), done.stdout
 
