@@ -87,11 +87,14 @@ class Node:
             raise failure
 
     def on_signal(self, number: int) -> None:
-        """Drain on the first signal; leave at once on the second, or before the node is ready."""
-        if self._drain_began is not None or self._on_ready is not None:
+        """Drain on the first signal; leave at once on the second, or where the node is not ready and runs nothing. A
+        controller that has welcomed it dispatches to it also while it waits for the bus."""
+        idle = not any(len(rank.core) for rank in self.host.ranks.values())
+        if self._drain_began is not None or (self._on_ready is not None and idle):
             self._left = True
             self.loop.stop()
             return
+        self._on_ready = None  # it takes nothing any more
         self.drain(signal.Signals(number).name)
 
     def reconfigure(self, changed: Mapping[str, Any]) -> None:

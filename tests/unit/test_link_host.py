@@ -3,6 +3,7 @@ a node over one that waits."""
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from bus.wire.hashing import token_bytes
 from bus.wire.messages import Attach, Beacon, CancelLeg, Dispatch, Ended, Member, Message, Params
 from nodes.config import NodeConfig
 from nodes.link.config import LinkConfig
-from nodes.link.host import GOODBYE_S, SLOW_TICK_S, Host
+from nodes.link.host import GOODBYE_S, SLOW_TICK_S, STREAM_GRACE_S, Host
 from nodes.link.leg import Identity
 from nodes.link.runner import Finished
 from nodes.link.streams import ATTACH_GRACE_S, UNREAD_S
@@ -208,6 +209,36 @@ def test_a_node_that_stood_still_while_it_waited_says_what_for_before_it_gives_u
     (waiting,) = (line for line in logs if line["event"] == "node.waiting")
     assert len(waiting["waits_for"]) == 2
     assert waiting["gives_up_in_s"] == 0.0
+
+
+def test_a_node_that_is_told_to_leave_before_it_is_ready_finishes_what_runs_there() -> None:
+    """The bus is not there yet, so it is not ready; a controller that has welcomed it dispatches to it all the same."""
+    ahead_s = 0.0
+    told: list[Ended] = []
+    with tempfile.TemporaryDirectory(prefix="pd") as folder:
+        at = (f"ipc://{folder}/b", (f"ipc://{folder}/c",), f"ipc://{folder}")
+        runners: Any = {0: ThreadedRunner(FACTS, lambda leg, order: None)}
+        loop = Loop(lambda: ahead_s + time.monotonic())
+        with Node(NodeConfig("unified", "u", 1, (0,), *at), loop, runners) as node:
+            rank = node.host.ranks[0]
+            (connection,) = rank.connections
+            connection.progress = lambda started, ended: told.extend(ended)  # type: ignore[method-assign]
+
+            def leave() -> None:
+                dispatch = Dispatch("r", 1, "unified", 0, 5, 1, 1, 1, 9)
+                rank.dispatched(connection, dispatch, [token_bytes([5]), encode(Params())])
+                node.on_signal(signal.SIGTERM)
+                loop.call_later(0.0, finish)
+
+            def finish() -> None:
+                nonlocal ahead_s
+                rank.driver.apply(rank.core.handle(Finished(next(iter(rank.core.legs)), "stop"), loop.clock()))
+                rank.turn()
+                ahead_s = STREAM_GRACE_S + GOODBYE_S  # nobody reads, and no bus carries its goodbye
+
+            loop.call_later(0.0, leave)
+            node.run(lambda node: pytest.fail("nobody has answered it"))
+    assert [end.code for end in told] == ["ok"]
 
 
 def test_tokens_leave_once_all_have_planned_and_before_controllers_are_told(
