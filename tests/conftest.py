@@ -27,7 +27,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 STARTS.install()
 WARM = (
-    "tests/integration/", "tests/fault/", "tests/simulation/test_network_keys.py", "tests/simulation/test_scenarios.py",
+    "tests/integration/", "tests/fault/",
+    *(f"tests/simulation/test_{name}.py" for name in ("guests", "network_keys", "scenarios", "simulation")),
     *(f"tests/unit/test_{name}.py" for name in ("ci_run", "cli_pdbus", "cli_settings", "settings", "vllm_node")),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ from pdbus.client import Client
 
 pytestmark = pytest.mark.fault
 SIM = ("--model", "sim", "--prefill", "1", "--decode", "1")
+LOOK_S = 0.02  # between two questions for a status
 SLOW = ("--", "--sim-base-s", "0.01")  # 40 tokens take 0.4 s
 
 
@@ -43,6 +44,7 @@ def whole(client: Client) -> Status:
         if {rank.instance for rank in status.ranks if rank.state == "ready"} == {"prefill-0", "decode-0"}:
             return status
         assert time.monotonic() < end, status
+        time.sleep(LOOK_S)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -168,6 +170,7 @@ def test_output_that_cannot_be_written_ends_no_cluster(directory: Path, kind: st
                 end = time.monotonic() + 60.0
                 while {rank.epoch for rank in whole(client).ranks} == {rank.epoch for rank in before.ranks}:
                     assert time.monotonic() < end
+                    time.sleep(LOOK_S)
                 pieces = iter(client.generate_tokens([5, 6, 7], max_tokens=100))
                 tokens = [*next(pieces).ids]
                 up.send_signal(signal.SIGINT)

@@ -38,6 +38,7 @@ def settled(read: Callable[[], Status], deadline_s: float = 60.0) -> Status:
         if not busy:
             return status
         assert time.monotonic() < until, f"still busy: {busy}"
+        time.sleep(0.01)
 
 
 def stays_where_it_is_cached(client: Client, rank_of: Callable[[Result], object], **options: Any) -> None:

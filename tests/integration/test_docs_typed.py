@@ -68,7 +68,8 @@ SHOWN = {
     "pdbus.plugin.on": "tests/unit/test_sglang_document.py",
 }
 UNTYPED_MAX = 15
-SHORT = "--duration-s 15"  # of trace: no test reads these figures
+ALONE = "--jobs 1"  # in this process: test_replay_command has some side by side
+SHORT = f"--duration-s 15 {ALONE}"  # of trace: no test reads these figures
 UNTYPED = {
     "make demo": "a checkout without an environment, which it downloads; CI is these two lines",
     "pip install -c constraints.txt": "a fresh machine; make test-dist installs the wheel and the sdist",
@@ -206,10 +207,10 @@ def test_the_settings_pages_signal_reaches_a_controller(place: Path) -> None:
 
 
 def test_the_policies_pages_controllers_and_replays_of_a_trace(place: Path) -> None:
-    """The trace is not ours to hand out: forty requests in its format stand for it."""
+    """The trace is not ours to hand out: twelve requests in its format stand for it."""
     rows = (
         {"timestamp": 250 * n, "input_length": 1024 + n, "output_length": 20, "hash_ids": [n % 5, 9, 100 + n]}
-        for n in range(40)
+        for n in range(12)
     )
     (place / "conversation_trace.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     page = list(blocks(ROOT / "docs" / "policies.md"))
@@ -219,11 +220,10 @@ def test_the_policies_pages_controllers_and_replays_of_a_trace(place: Path) -> N
         for each in controllers:
             terminal.type(f"{each} 2> controller.log & mine=$!", ["READY part=controller …"])
             terminal.type("kill $mine; wait $mine; echo $?", ["0"])
-        terminal.type(
-            one("docs/policies.md", "pdbus plan conversation_trace"), ["…keeps … of the requests. To run it:"]
-        )
+        plan = one("docs/policies.md", "pdbus plan conversation_trace")
+        terminal.type(f"{plan} {ALONE}", ["…keeps … of the requests. To run it:"])
         replay = one("docs/notes/policies.md", "pdbus replay conversation_trace.jsonl --methods all")
-        terminal.type(replay, ["…cache_aware…", "wrote plots/methods.png…"])
+        terminal.type(f"{replay} {ALONE}", ["…cache_aware…", "wrote plots/methods.png…"])
 
 
 def test_the_policies_pages_own_method(place: Path) -> None:

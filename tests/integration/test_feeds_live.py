@@ -209,6 +209,7 @@ def test_our_nodes_publish_and_the_controller_uses_it(pdbus_cluster: Any) -> Non
         for number in range(6):
             while any(rank.estimate_tokens for rank in client.status().ranks):  # what is on its way counts as queued
                 assert time.monotonic() < deadline
+                time.sleep(0.01)
             result = client.generate_tokens([*first, 7 + number], max_tokens=2).result
             assert result.prefill is not None
             ranks.add(result.prefill.dp_rank)

@@ -99,6 +99,7 @@ class Stage:
             if found is not None and test(found):
                 return list(found)
             assert time.monotonic() < end, ranks
+            time.sleep(0.01)
 
     def close(self) -> None:
         self.peers.close()

@@ -18,11 +18,12 @@ from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+BREATH_S = 0.01  # without it a core would be busy with nothing but these
 NODES = ("prefill/0", "prefill/1", "decode/0", "decode/1")
 
 
 class Asking(threading.Thread):
-    """A client with one key: requests one after the other, until it is stopped."""
+    """A client with one key: requests one after the other, each after a breath, until it is stopped."""
 
     def __init__(self, controller: str, keys: Path) -> None:
         super().__init__(daemon=True)
@@ -36,7 +37,7 @@ class Asking(threading.Thread):
     def run(self) -> None:
         try:
             with Client(self._controller, keys=str(self._keys), connect_timeout_s=WAIT_S, retries=100) as client:
-                while not self._stopping.is_set():
+                while not self._stopping.wait(BREATH_S):
                     prompt = [5 + len(self.answers) % 400] * 40
                     self.answers.append(
                         client.generate_tokens(prompt, max_tokens=8).tokens() == sim_generate(prompt, 8)

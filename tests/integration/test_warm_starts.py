@@ -157,6 +157,25 @@ def test_what_a_fork_cannot_be_starts_cold(script: Path) -> None:
     assert subprocess.run([sys.executable, "/no/such/program"], capture_output=True).returncode == 2
 
 
+def test_a_command_with_a_seed_of_its_own_for_hashes_is_a_fork_of_a_server_that_has_it(script: Path) -> None:
+    script.write_text(
+        "import os; print('warm_starts.py' in open(f'/proc/{os.getpid()}/cmdline').read(), hash('a'), os.environ['A'])"
+    )
+    env = os.environ | {"PYTHONHASHSEED": "7", "A": "b"}
+    cold, *warm = (run(script, warm=warm, env=env).stdout.split() for warm in (False, True, True))
+    assert warm == [["True", *cold[1:]]] * 2
+    assert run(script, warm=True, env=os.environ | {"A": "b"}).stdout.split()[1] != cold[1]
+
+
+def test_what_only_opentelemetry_reads_starts_warm_because_no_server_imports_it(script: Path) -> None:
+    script.write_text(
+        "import os, sys; print('warm_starts.py' in open(f'/proc/{os.getpid()}/cmdline').read(), "
+        "any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    for more in ([], *([word] for word in warm_starts.WANTED)):
+        assert run(script, *more, warm=True, env=os.environ | {"OTEL_SDK_DISABLED": "1"}).stdout == "True False\n"
+
+
 def test_a_module_of_ours_beside_the_tests_is_found(tmp_path: Path) -> None:
     line = [sys.executable, "-P", "-m", "fake_peer", f"ipc://{tmp_path}/p", f"ipc://{tmp_path}/rank"]
     env = os.environ | {"PYTHONPATH": str(Path(warm_starts.__file__).parent)}

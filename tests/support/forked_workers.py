@@ -35,7 +35,7 @@ class Workers(warm_starts.Starts):
             return None
         return {"line": args, "safe": False, "module": "", "code": args[-1], "argv": ["-c"]}
 
-    def launch(self) -> socket.socket:
+    def launch(self, seed: str = "") -> socket.socket:
         said = {"args": self._args, "path": sys.path}
         return warm_starts.launch([os.path.abspath(__file__), json.dumps(said)], WAIT_S)
 

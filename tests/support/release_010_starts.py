@@ -23,7 +23,7 @@ class Starts(warm_starts.Starts):
         super().install()
         self._found = [self._folder]
 
-    def launch(self) -> socket.socket:
+    def launch(self, seed: str = "") -> socket.socket:
         return warm_starts.launch([os.path.abspath(__file__)], warm_starts.WAIT_S, PYTHONPATH=self._folder)
 
 

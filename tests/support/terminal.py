@@ -20,6 +20,7 @@ from typed import Typed
 from warm_starts import STARTS
 
 WAIT_S = 120.0
+PAUSE_S = 0.2  # before it is asked again: each answer is a process or two
 LOOKS = ("pdbus status", "grep ")  # changes nothing and may come too early: asked again
 _RULE = re.compile(r"[\s─━…]*")
 
@@ -88,6 +89,7 @@ class Terminal:
             if not missing:
                 return
             assert time.monotonic() < end, f"{command}\ndoes not say: {missing}\nbut:\n{said}"
+            time.sleep(PAUSE_S)
 
     def _read(self, end: float) -> str:
         """What comes next; nothing when the time is up, or the shell has left."""

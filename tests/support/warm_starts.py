@@ -41,7 +41,7 @@ IMPORTED = (
     *(f"pdbus.commands.{name}" for name in ("up", "serve", "generate", "status", "top", "trace", "replay", "demo")),
 )  # fmt: skip
 NOT_KEPT = ("bus.__main__", "controller.__main__")  # they are to run as `__main__`
-OURS = ("bus", "controller", "nodes", "pdbus", "benchmarks", "soak", "pytest")
+OURS = ("bus", "controller", "nodes", "pdbus", "benchmarks", "simulation", "soak", "pytest")
 ROOT = Path(__file__).resolve().parents[2]
 BESIDE = {
     str(folder) for folder in (ROOT, ROOT / "tests", ROOT / "tests" / "support", ROOT / "examples")
@@ -54,11 +54,13 @@ WANTED = {  # imported for commands with one of these words
     ),
     "replay": PLOTS,
     "pytest": ("pytest",),
+    "simulation.run": ("simulation.small", "simulation.tight", "simulation.story", "multiprocessing.pool"),
     "torch": ("torch", "nodes.own.engines.torch_engine"),
 }
 STARTERS = ("up", "demo", "soak", "benchmarks", "replay", "plan", "calibrate", "pytest")  # that start processes
-# Variables that an interpreter or a library reads once begin so.
-AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OPENBLAS_", "OMP_", "MKL_", "TZ", "OTEL_", "MPL")
+# Variables that an interpreter or a library reads once begin so; those of OpenTelemetry no server imports.
+AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OPENBLAS_", "OMP_", "MKL_", "TZ", "MPL")
+SEED = "PYTHONHASHSEED"  # commands with another one than ours have a server that started with it
 LIMITS = sorted(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 PYTHONS = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN, signal.SIGINT: signal.default_int_handler}
@@ -78,8 +80,8 @@ class Starts:
     def __init__(self, asked: socket.socket | None = None) -> None:
         """`asked`: the other end of the server's socket; without, a server starts at the first start."""
         self.on = False
-        self._asked = asked
-        self._others: dict[str, socket.socket] = {}  # of servers with more imported, by what
+        self._asked = {"": asked} if asked is not None else {}  # by the seed of hashes; empty: ours
+        self._others: dict[tuple[str, str], socket.socket] = {}  # of servers with more imported, by seed and what
         self._lock = threading.Lock()
         self._cold: Any = None
 
@@ -101,9 +103,8 @@ class Starts:
     def close(self) -> None:
         """Its commands start cold from now on, and its server ends."""
         self.on = False
-        for asked in (self._asked, *self._others.values()):
-            if asked is not None:
-                asked.close()
+        for asked in (*self._asked.values(), *self._others.values()):
+            asked.close()
 
     def _warm(
         self, popen: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any,
@@ -121,7 +122,9 @@ class Starts:
         found = environ.get("PYTHONPATH", "").split(os.pathsep)
         if not BESIDE.issuperset(found) and found != self._found:
             return False
-        if read_at_start(environ) != self._read_at_start or not os.access(folder, os.X_OK):
+        seed = environ.get(SEED, "") if environ.get(SEED) != self._read_at_start.get(SEED) else ""
+        own = self._read_at_start | ({SEED: seed} if seed else {})
+        if read_at_start(environ) != own or not os.access(folder, os.X_OK):
             return False
         request = program | {
             "environ": environ,
@@ -136,7 +139,7 @@ class Starts:
         }
         streams = (p2cread, c2pwrite, errwrite)
         more = sorted({name for word in WANTED.keys() & set(request["line"]) for name in WANTED[word]})
-        pid = self._ask(request, [i if fd == -1 else fd for i, fd in enumerate(streams)], more)
+        pid = self._ask(request, [i if fd == -1 else fd for i, fd in enumerate(streams)], more, seed)
         if not pid:
             return False
         popen.pid, popen._child_created = pid, True
@@ -147,16 +150,16 @@ class Starts:
         """What a command runs, if it can start warm."""
         return program_of(args)
 
-    def launch(self) -> socket.socket:
-        """Start the server; the socket to ask it by."""
-        return launch(["-P", os.path.abspath(__file__)], WAIT_S)
+    def launch(self, seed: str = "") -> socket.socket:
+        """Start the server, with this seed of hashes (empty: ours); the socket to ask it by."""
+        return launch(["-P", os.path.abspath(__file__)], WAIT_S, **({SEED: seed} if seed else {}))
 
-    def _ask(self, request: Request, streams: Sequence[int], more: Sequence[str]) -> int:
+    def _ask(self, request: Request, streams: Sequence[int], more: Sequence[str], seed: str = "") -> int:
         """The new child's pid; 0 where it must start cold. `more`: modules that its server imports besides."""
         with self._lock:
-            if self._asked is None:
-                self._asked = self.launch()
-            asked, name = self._asked, " ".join(more)
+            if seed not in self._asked:
+                self._asked[seed] = self.launch(seed)
+            asked, name = self._asked[seed], (seed, " ".join(more))
             if more and name not in self._others:
                 ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 ours.settimeout(WAIT_S)
@@ -281,7 +284,7 @@ def import_programs() -> list[random.Random]:
 
 def import_them(names: Sequence[str]) -> None:
     """What is not installed is found in the checkout, which no program has on its path for that."""
-    mine, sys.path = sys.path, [*sys.path, str(ROOT), str(ROOT / "tests")]
+    mine, sys.path = sys.path, [*sys.path, str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
     for name in names:
         import_module(name)
     sys.path = mine

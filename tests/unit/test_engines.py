@@ -78,7 +78,8 @@ def test_nobody_asks_for_the_name_of_an_engine() -> None:
     `sim` the lab knows more, since it is the lab's own model."""
     asking = []
     for path in sorted(each for package in ("nodes", "pdbus") for each in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "vllm" in text else ():
             if isinstance(node, ast.Compare) and any(
                 isinstance(side, ast.Constant) and side.value == "vllm" for side in (node.left, *node.comparators)
             ):

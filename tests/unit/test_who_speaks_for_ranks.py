@@ -32,7 +32,10 @@ OTHERS = {
 
 def made_in(path: Path) -> set[str]:
     """Names of messages of bus.wire.messages that `path` constructs."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if not any(name in text for name in NAMES):
+        return set()
+    tree = ast.parse(text)
     known = {
         alias.asname or alias.name
         for node in ast.walk(tree)
