@@ -28,7 +28,7 @@ def trace() -> Trace:
 
 @functools.cache
 def made_up(seed: int) -> Callable[[], Trace]:
-    return functools.cache(functools.partial(generate, 600, seed=seed))
+    return functools.cache(functools.partial(generate, 300, seed=seed))
 
 
 @functools.cache
