@@ -265,6 +265,7 @@ def test_each_block_is_typed_or_listed_with_what_it_wants() -> None:
 def test_a_line_of_a_page_stands_for_lines_like_it() -> None:
     assert pattern("decode-0/0  ready  0.6s  1+0  …").search(" decode-0/0   ready  1.25s       7+0  30%   0/0 ")
     assert not pattern("decode-0/0  ready").search("decode-0/1  ready")
+    assert pattern("decode-0/0  lost  0/0  2").search("decode-0/0  lost  1/3  2"), "killed before it acknowledged"
     assert not pattern("ended by length, attempt").search("ended by stop, attempt 1")
     assert unshown("a\nb\nc", ["a", "…", "", "c"]) == ""
     assert unshown("a\nb\nc", ["c", "a"]) == "a"

@@ -1,7 +1,7 @@
 """A shell that types what a page says, and compares what comes back with what the page shows.
 
 A page shows less than there is: lines may be left out, `…` stands for anything, and a number that begins a word for any
-number. What it does show must come, in its order.
+number; so do both of `1/3`. What it does show must come, in its order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ _RULE = re.compile(r"[\s─━…]*")
 
 def pattern(line: str) -> re.Pattern[str]:
     """What a shown line matches."""
-    parts = re.split(r"((?<![\w/-])\d[\d.]*|…|\s+)", line.strip())
-    return re.compile("".join(
-        r"\d[\d.]*" if part[:1].isdigit() else ".*" if part == "…" else r"\s+" if part.isspace() else re.escape(part)
-        for part in parts
-    ))  # fmt: skip
+    parts = re.split(r"((?<!\S)\d+/\d+(?!\S)|(?<![\w/-])\d[\d.]*|…|\s+)", line.strip())
+    return re.compile("".join(map(_like, parts)))
+
+
+def _like(part: str) -> str:
+    """What a part of a shown line stands for."""
+    if part[:1].isdigit():
+        return r"\d+/\d+" if "/" in part else r"\d[\d.]*"
+    return ".*" if part == "…" else r"\s+" if part.isspace() else re.escape(part)
 
 
 def unshown(said: str, shown: Sequence[str]) -> str:
