@@ -14,6 +14,7 @@ from benchmarks import (
     e2e,
     edge,
     failover,
+    front,
     idle,
     latency,
     library,
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         Benchmark("edge", "our HTTP edge beside other routers that are installed, ranks of no step time", edge.run),
         Benchmark("failover", "from SIGKILL of a node until all that ran there is dispatched again", failover.run),
         Benchmark("vllm", "what the bus adds to vLLM, beside what vLLM's own HTTP server adds", vllm.run),
+        Benchmark("front", "vLLM's own server over the bus, beside itself over its own engine core", front.run),
         Benchmark("peers", "SGLang's DP controller, vLLM's balancer and bare brokers beside our controller", peers.run),
         Benchmark("sglang", "SGLang's own code with the plugin, beside itself without it", sglang.run),
     )

@@ -26,7 +26,7 @@ NEEDED_BY = {
 }
 PEERS = ("sglang", "vllm", "compiled")
 WIDTH = 160  # of tables that no terminal shows
-ENGINES = ("vllm", "peers", "sglang")  # need Pythons of their own
+ENGINES = ("vllm", "front", "peers", "sglang")  # need Pythons of their own
 USUAL = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "controllers", "e2e", "client", "edge")
 NAMES = (*USUAL, "failover", *ENGINES)
 
@@ -57,6 +57,7 @@ def bench(
     scale     8 to 512 ranks                            e2e      submit to first and last token
     client    CPU of the client library                 edge     HTTP beside other routers on the PATH
     vllm      what is added to vLLM, where installed    sglang   the plugin, where SGLang is installed
+    front     vLLM's server over the bus, beside itself over its own engine core
     peers     SGLang's and vLLM's dispatchers beside ours
     controllers  several of them over the same ranks; 4,096 ranks and one broker
     failover  from kill -9 of a node until what ran there runs elsewhere (--runs 10: ten kills)
