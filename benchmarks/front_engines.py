@@ -26,7 +26,7 @@ IDLE_S, START_S = 1.0, 30.0
 K = TypeVar("K", bound=Hashable)
 
 
-class Said(NamedTuple, Generic[K]):
+class NextToken(NamedTuple, Generic[K]):
     """A token of the request `key`."""
 
     key: K
@@ -35,7 +35,7 @@ class Said(NamedTuple, Generic[K]):
 
 
 class Script(Generic[K]):
-    """What the engine says: a request's first token at once, and the others in steps of STEP_S, all requests together.
+    """The answers: a request's first token at once, and the others in steps of STEP_S, all requests together.
     Pure: times are seconds of one clock."""
 
     def __init__(self) -> None:
@@ -58,21 +58,21 @@ class Script(Generic[K]):
             return 0.0
         return max(0.0, self._due - now) if self._left else IDLE_S
 
-    def take(self, now: float) -> list[Said[K]]:
+    def take(self, now: float) -> list[NextToken[K]]:
         """Return the tokens that are due."""
         new, self._new = [key for key in self._new if key in self._left], []
-        said = [self._next(key, True) for key in new]
+        tokens = [self._next(key, True) for key in new]
         if now >= self._due:
-            said += [self._next(key, False) for key in self._left.keys() - set(new)]
+            tokens += [self._next(key, False) for key in self._left.keys() - set(new)]
             self._due = now + STEP_S
-        return said
+        return tokens
 
-    def _next(self, key: K, is_first: bool) -> Said[K]:
+    def _next(self, key: K, is_first: bool) -> NextToken[K]:
         self._left[key] -= 1
         is_last = not self._left[key]
         if is_last:
             del self._left[key]
-        return Said(key, is_first, is_last)
+        return NextToken(key, is_first, is_last)
 
 
 def rank(parent: Parent, bus: str, controller: str, data: str) -> None:
@@ -91,10 +91,10 @@ def rank(parent: Parent, bus: str, controller: str, data: str) -> None:
                     script.begin(order.leg, order.leg.max_tokens)
                 elif isinstance(order, Cancel):
                     script.end(order.leg)
-            for said in script.take(time.monotonic()):
-                link.output(said.key, (TOKEN,))
-                if said.is_last:
-                    link.finish(said.key, "length")
+            for token in script.take(time.monotonic()):
+                link.output(token.key, (TOKEN,))
+                if token.is_last:
+                    link.finish(token.key, "length")
 
 
 def _until_parent_leaves(gone: threading.Event) -> None:
@@ -164,12 +164,12 @@ def core(*, dp_rank: int, local_dp_rank: int, **given: Any) -> None:
                         self._handle_client_request(*self.input_queue.get_nowait())
                 except queue.Empty:
                     pass
-                if said := self.script.take(time.monotonic()):
-                    self.output_queue.put_nowait((0, self.outputs(said)))
+                if tokens := self.script.take(time.monotonic()):
+                    self.output_queue.put_nowait((0, self.outputs(tokens)))
 
-        def outputs(self, said: list[Said[str]]) -> Any:
+        def outputs(self, tokens: list[NextToken[str]]) -> Any:
             made, finished, now = [], set(), time.monotonic()
-            for key, is_first, is_last in said:
+            for key, is_first, is_last in tokens:
                 output = EngineCoreOutput(key, [TOKEN])
                 if is_first:
                     output.prefill_stats = PrefillStats()

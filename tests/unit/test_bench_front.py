@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import front
-from benchmarks.front_engines import IDLE_S, STEP_S, Said, Script
+from benchmarks.front_engines import IDLE_S, STEP_S, NextToken, Script
 from benchmarks.harness import Scope
 
 
@@ -14,13 +14,13 @@ def test_the_first_token_is_said_at_once_and_the_others_are_said_together_each_s
     assert script.wait_s(0.0) == IDLE_S
     script.begin("a", 3)
     assert script.wait_s(0.0) == 0.0
-    assert script.take(0.0) == [Said("a", True, False)]
+    assert script.take(0.0) == [NextToken("a", True, False)]
     script.begin("b", 2)
-    assert script.take(0.001) == [Said("b", True, False)]
+    assert script.take(0.001) == [NextToken("b", True, False)]
     assert script.wait_s(0.004) == pytest.approx(STEP_S - 0.004)
     assert script.take(0.004) == []
-    assert sorted(script.take(STEP_S)) == [Said("a", False, False), Said("b", False, True)]
-    assert script.take(2 * STEP_S) == [Said("a", False, True)]
+    assert sorted(script.take(STEP_S)) == [NextToken("a", False, False), NextToken("b", False, True)]
+    assert script.take(2 * STEP_S) == [NextToken("a", False, True)]
     assert script.wait_s(2 * STEP_S) == IDLE_S
 
 
