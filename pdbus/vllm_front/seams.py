@@ -24,6 +24,7 @@ from pdbus.vllm_front.launch import refused_arguments
 from pdbus.vllm_front.settings import Settings, read
 
 TESTED = ("0.32.0",)  # with a real server
+CLAUDE_CODE = "x-claude-code-session-id"  # the header by which Claude Code names its session
 _ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 _APP = "vllm.entrypoints.launchers.app"
 _CLI = "vllm.entrypoints.cli.serve"
@@ -272,7 +273,10 @@ def _replace_requests() -> None:
 
     @wraps(session)
     def session_of(request: Any, raw_request: Any) -> Any:
-        return session(request, raw_request) or getattr(request, "prompt_cache_key", None)
+        if given := session(request, raw_request):
+            return given
+        headers = raw_request.headers if raw_request is not None else {}
+        return headers.get(CLAUDE_CODE) or getattr(request, "prompt_cache_key", None)
 
     OpenAIServingResponses.create_responses = create_responses
     GenerateBaseServing._get_session_id = staticmethod(session_of)

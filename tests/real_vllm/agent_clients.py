@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MODEL, KEY = "scripted", "sk-none"
+MODEL, KEY = "coder", "sk-none"
 QUESTION = "Plan my trip"
 DEGREES = {"Paris": 17, "Rome": 21, "Oslo": 3}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

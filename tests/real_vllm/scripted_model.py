@@ -23,16 +23,19 @@ TEMPLATE = (
 )
 
 
-def model_folder(folder: Path) -> Path:
-    """Write the model's files, and return their folder."""
+def model_folder(folder: Path, context: int = 0) -> Path:
+    """Write the model's files, and return their folder. `context` is the most tokens of prompt and answer (0:
+    SmolLM2's)."""
     source = hugging_face()
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.get_vocab_size()}))
-    settings = json.loads((source / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    config = json.loads((source / "config.json").read_text()) | {"vocab_size": tokenizer.get_vocab_size()}
+    settings = json.loads((source / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    if context:
+        config["max_position_embeddings"] = settings["model_max_length"] = context
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text((source / "generation_config.json").read_text())
     return folder
 

@@ -7,63 +7,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_venv import python_of
 from front_server import Front
-from part_process import PartProcess
-from scripted import Answer, Script
-from scripted_model import END, ids_of, model_folder
-
-from bus.runtime.ports import free_ports
+from scripted_front import ANSWER, CITIES, FACTS, QUESTION, SCHEMA
 
 pytestmark = pytest.mark.timeout(900)
 
 HERE = Path(__file__).parent
-QUESTION, CITIES = "Plan my trip", ("Paris", "Rome", "Oslo")
-FACTS = ("It is 17 degrees in Paris", "It is 21 degrees in Rome", "It is 3 degrees in Oslo")
-ANSWER = "Go to Rome."
 LOOP = {"asked": list(CITIES), "answer": ANSWER}
-TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-
-
-def script_of(model: Path) -> Script:
-    ids, (end, size) = ids_of(model)
-    texts = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>' for city in CITIES]
-    marks = (QUESTION, *FACTS)
-    answers = tuple(
-        Answer(ids(mark), ids(text + END)) for mark, text in zip(marks, (*texts, ANSWER), strict=True)
-    )  # fmt: skip
-    return Script(answers, vocab_size=size, eos_ids=(end,))
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    folder, model = tmp_path_factory.mktemp("front"), model_folder(tmp_path_factory.mktemp("model"))
-    script = script_of(model).saved(folder / "script")
-    bus, controller = f"ipc://{folder}/bus", f"ipc://{folder}/c"
-    python = [sys.executable, "-P", "-m"]
-    lines = [[*python, "controller", "--with-broker", "--bus", bus, "--controller", controller]]
-    lines += [
-        [*python, "scripted", role, bus, controller, str(folder), role, str(script)] for role in ("prefill", "decode")
-    ]
-    paths = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent / "support")])
-    with ExitStack() as stack:
-        for number, line in enumerate(lines):
-            part = PartProcess(line, folder / f"log{number}", {"PYTHONPATH": paths})
-            stack.callback(part.close)
-            part.until_ready()
-        arguments = ("--served-model-name", "scripted", *TOOLS)
-        port = free_ports("127.0.0.1", 1)
-        command = ["pdbus", "serve", "--front", "vllm", "--model", str(model), "--http", str(port)]
-        line = [*command, "--controller", controller, "--", *arguments]
-        yield stack.enter_context(Front(line, port, folder / "log"))
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +29,29 @@ def python() -> Path:
 
 
 @pytest.mark.parametrize("client", ["openai-chat", "openai-responses", "anthropic", "langchain", "litellm"])
-def test_a_client_finishes_a_loop_of_three_calls(served: Front, python: Path, client: str) -> None:
-    line = [str(python), "-P", str(HERE / "agent_clients.py"), client, f"http://127.0.0.1:{served.port}"]
+def test_a_client_finishes_a_loop_of_three_calls(coder: Front, python: Path, client: str) -> None:
+    line = [str(python), "-P", str(HERE / "agent_clients.py"), client, f"http://127.0.0.1:{coder.port}"]
     env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=env, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1]) == LOOP
 
 
-def test_a_loop_in_the_shape_of_claude_code(served: Front) -> None:
+def test_a_loop_in_the_shape_of_claude_code(coder: Front) -> None:
     """`/v1/messages` with a system prompt in parts, cached parts, metadata and tool results as lists."""
     asked: list[str] = []
     messages: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]}
     ]
     head = {
-        "model": "scripted", "max_tokens": 200, "temperature": 1,
+        "model": "coder", "max_tokens": 200, "temperature": 1,
         "system": [{"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}}],
         "tools": [{"name": "weather", "description": "The temperature.", "input_schema": SCHEMA}],
         "metadata": {"user_id": "user_1_account__session_2"},
     }  # fmt: skip
     for _ in range(9):
         blocks: dict[int, dict[str, Any]] = {}
-        for event in served.stream("/v1/messages?beta=true", head | {"messages": messages}):
+        for event in coder.stream("/v1/messages?beta=true", head | {"messages": messages}):
             if event["type"] == "content_block_start":
                 blocks[event["index"]] = {**event["content_block"], "json": ""}
             elif event["type"] == "content_block_delta":
@@ -116,19 +71,19 @@ def test_a_loop_in_the_shape_of_claude_code(served: Front) -> None:
     raise AssertionError(asked)
 
 
-def test_a_loop_in_the_shape_of_codex(served: Front) -> None:
+def test_a_loop_in_the_shape_of_codex(coder: Front) -> None:
     """`/v1/responses` with instructions, typed input items, nothing stored, and a prompt cache key."""
     asked: list[str] = []
     items: list[Any] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]
     head = {
-        "model": "scripted", "instructions": "You are a coding agent.", "tool_choice": "auto",
+        "model": "coder", "instructions": "You are a coding agent.", "tool_choice": "auto",
         "tools": [{"type": "function", "name": "weather", "description": "x", "strict": False, "parameters": SCHEMA}],
         "parallel_tool_calls": False, "store": False, "include": [], "prompt_cache_key": "019a-conversation",
     }  # fmt: skip
     for _ in range(9):
         done = [
             event["item"]
-            for event in served.stream("/v1/responses", head | {"input": items})
+            for event in coder.stream("/v1/responses", head | {"input": items})
             if event["type"] == "response.output_item.done"
         ]
         calls = [item for item in done if item["type"] == "function_call"]

@@ -1,7 +1,8 @@
 """An environment with somebody's real engine or tools, made once for each set of pins, outside the tree.
 
-It is `NAME-HASH_OF_WHAT_MAKES_IT` in the cache that pdbus uses for its models. pip reads its own configuration, as it
-would by hand: an index with a CPU build of torch saves 3 GB. Imports nothing but the standard library.
+It is `NAME-HASH_OF_WHAT_MAKES_IT` in the cache that pdbus uses for its models. pip and npm read their own
+configuration, as they would by hand: an index with a CPU build of torch saves 3 GB. Imports nothing but the standard
+library.
 """
 
 from __future__ import annotations
@@ -46,19 +47,42 @@ def python_of(
 ) -> Path:
     """The Python of an environment with `pins`, made first if it is not there. `finish` does to it what pip can't, by
     the files `also`."""
+
+    def make(place: Path) -> None:
+        _make(place, pins)
+        if finish is not None:
+            finish(place)
+
+    return _place_of(name, says, (pins, *also), takes, make) / "bin" / "python"
+
+
+def programs_of(name: str, says: str, package: Path, *, takes: str) -> Path:
+    """The folder of the programs of the npm packages that `package` (a package.json) pins, made first if it is not
+    there."""
+
+    def make(place: Path) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        shutil.copy(package, place / "package.json")
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
+        subprocess.run(npm, check=True, cwd=place, stdout=sys.stderr)
+
+    return _place_of(name, says, (package,), takes, make) / "node_modules" / ".bin"
+
+
+def _place_of(name: str, says: str, files: tuple[Path, ...], takes: str, make: Callable[[Path], None]) -> Path:
+    """The folder that `make` makes by `files`, once."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    key = sha256(b"".join(path.read_bytes() for path in (pins, *also)) + version.encode()).hexdigest()[:12]
+    key = sha256(b"".join(path.read_bytes() for path in files) + version.encode()).hexdigest()[:12]
     place = cache_root() / f"{name}-{key}"
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(place.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes meanwhile waits
         if not (place / "ready").exists():
             print(f"==> {says} in {place} (once; {takes})", file=sys.stderr, flush=True)
-            _make(place, pins)
-            if finish is not None:
-                finish(place)
+            make(place)
             (place / "ready").touch()
-    return place / "bin" / "python"
+    return place
 
 
 def _make(place: Path, pins: Path) -> None:
@@ -66,7 +90,7 @@ def _make(place: Path, pins: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
     pip = [str(place / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    steps = (["install", *wanted], ["install", "--no-deps", *alone], ["uninstall", "--yes", *out])
-    for step in steps:
-        if len(step) > 2:
-            subprocess.run([*pip, *step], check=True, stdout=sys.stderr)
+    steps = ((["install"], wanted), (["install", "--no-deps"], alone), (["uninstall", "--yes"], out))
+    for step, packages in steps:
+        if packages:
+            subprocess.run([*pip, *step, *packages], check=True, stdout=sys.stderr)

@@ -43,21 +43,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class Script:
-    """The answers of a model; after the last token of one comes its end, as if `max_tokens` were reached."""
+    """The answers of a model; after the last token of one comes its end, as if `max_tokens` were reached. A prompt
+    without a mark has the answer `otherwise` (None: such a prompt fails)."""
 
     answers: tuple[Answer, ...]
     model: str = "scripted"
     vocab_size: int = 0
     eos_ids: tuple[int, ...] = ()
     max_context: int = 8192
+    otherwise: tuple[int, ...] | None = None
     params: tuple[str, ...] = field(default=tuple(name for name, _ in OPTIONAL_PARAMS if name not in UNKNOWN))
 
     def answer(self, prompt: Sequence[int]) -> tuple[int, ...] | None:
-        """The answer to a prompt; None where no mark is in it."""
+        """The answer to a prompt; None where there is none."""
         text = "".join(map(chr, prompt))  # ids are below 2^20: a search of C's, and no two ids are one character
         found = [(text.rfind("".join(map(chr, each.mark))), each.ids) for each in self.answers]
         at, ids = max(found, key=lambda each: each[0], default=(-1, ()))
-        return ids if at >= 0 else None
+        return ids if at >= 0 else self.otherwise
 
     def saved(self, path: Path) -> Path:
         path.write_bytes(json.encode(self))

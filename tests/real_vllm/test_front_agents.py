@@ -1,0 +1,88 @@
+"""Coding agents and the libraries of agents, set up as docs/agents.md says, against vLLM's own server in front of
+scripted ranks: each reads a file by a tool of its own, and answers by what it read.
+
+The programs are the published ones, in a home of their own, and they reach nothing but this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+from docs_commands import commands
+from engine_venv import programs_of, python_of
+from front_server import ENV, Front
+from part_process import PartProcess
+from scripted_front import ANSWER, at, one, typed
+
+from bus.runtime.ports import free_ports
+
+pytestmark = pytest.mark.timeout(900)
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    return programs_of("agent-programs", "coding agents", HERE / "programs.json", takes="a minute, 900 MB")
+
+
+def test_claude_code(coder: Front, home: Path, programs: Path) -> None:
+    said, sessions = typed(coder, home, one("claude -p"), programs)
+    assert ANSWER in said
+    assert len(sessions) >= 2
+    assert len(set(sessions)) == 1
+    assert len(sessions[0].partition("/")[2]) == 36, "behind the key's hash"
+
+
+def test_codex(coder: Front, home: Path, programs: Path) -> None:
+    (home / ".codex").mkdir()
+    (home / ".codex" / "config.toml").write_text(at(coder.port, one("model_provider =")))
+    said, sessions = typed(coder, home, one("codex exec"), programs)
+    assert ANSWER in said
+    assert len(sessions) >= 2
+    assert len(set(sessions)) == 1, "its prompt_cache_key"
+    assert sessions[0]
+
+
+def test_the_libraries(coder: Front, home: Path) -> None:
+    python = python_of(
+        "front-clients", "clients of OpenAI's and Anthropic's APIs", HERE / "clients.txt", takes="a minute, 300 MB"
+    )
+    (home / "libraries.py").write_text(at(coder.port, one("from anthropic import")))
+    _, sessions = typed(coder, home, "python libraries.py", python.parent)
+    assert len(sessions) == 5
+    assert {session.partition("/")[2] for session in sessions} == {"trip-1"}
+
+
+def test_one_machine(tmp_path: Path) -> None:
+    """The page's line, with a small model on our own engine."""
+    port = free_ports("127.0.0.1", 1)
+    (line,) = (words for words in commands(at(port, one("pdbus up"))) if words[1] == "up")
+    small = {"vllm": "numpy", "/models/Qwen3-8B": "smollm2"}
+    line = [small.get(word, word) for word in line] + ["--front", "vllm", "--prefill", "1", "--decode", "1"]
+    body = {
+        "model": "coder",
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    }
+    with tempfile.TemporaryDirectory(prefix="pd") as sockets:
+        up = PartProcess([sys.executable, "-P", "-m", *line], tmp_path / "log", {**ENV, "PDBUS_DIR": sockets})
+        try:
+            up.until_ready()
+            asked = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/chat/completions",
+                json.dumps(body).encode(),
+                {"content-type": "application/json"},
+            )
+            with urllib.request.urlopen(asked, timeout=120) as answer:
+                said = json.load(answer)["choices"][0]["message"]["content"]
+            assert said == "The capital of France is Paris."
+        finally:
+            up.process.terminate()
+            up.process.wait(60)
+            up.close()
