@@ -24,18 +24,20 @@ from pdbus.lab.plan import plan as find
 from pdbus.lab.plots import prepare, write_plan
 from pdbus.lab.tables import COLUMNS, Column, number_or_none, written
 
-_FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "chunk_tokens", "report_delay_s", "report_loss", "late_tokens",
-                 "overtake_tokens", "seed")  # fmt: skip
+_FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "unified_kv_tokens", "chunk_tokens", "report_delay_s",
+                 "report_loss", "late_tokens", "overtake_tokens", "seed")  # fmt: skip
 _SHOWN = ("slo_attainment", "ttft_mean_s", "ttft_p99_s", "ttft_p50_s", "tpot_mean_s", "tpot_p99_s", "cache_hit_rate")
 WIDE = 160  # columns of the whole table
 
 
 @click.command(
     epilog="It tries each split of the ranks first, then methods and orders at the best split, then the best choice at "
-    "the neighbouring splits, and with decode admission where tokens are too slow. Times are the trace's own."
+    "the neighbouring splits, and with decode admission where tokens are too slow; with --unified then a quarter, "
+    "half, three quarters and all of the ranks as unified ones. Times are the trace's own."
 )
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@option("--ranks", type=click.IntRange(2, 512), default=16, help="All ranks, prefill and decode together.")
+@option("--ranks", type=click.IntRange(2, 512), default=16, help="All ranks together.")
+@option("--unified", is_flag=True, show_default=False, help="Try unified ranks too, alone and beside the best split.")
 @option("--slo-ttft", type=cli.Seconds(), default=2.0, metavar="SECONDS", help="Limit for the first token.")
 @option(
     "--slo-tpot", type=cli.Seconds(), default=0.05, metavar="SECONDS", help="Limit for each further token, on average."
@@ -45,6 +47,7 @@ WIDE = 160  # columns of the whole table
 @option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Factor for the duration of steps.")
 @setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace; 0: 2,048,000 tokens.")
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
+@setting("unified_kv_tokens", "KV memory of a unified rank.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
 @setting("report_delay_s", "Additional delay of load reports.")
 @setting("report_loss", "Share of reports that never arrive.")
@@ -81,8 +84,9 @@ def plan(trace: Path | None, **options: Any) -> None:
     read = zip(seeds, traces_of(trace, options["duration_s"], seeds), strict=True)
     traces = [(each if each.timed else each.started(seed)).scaled(1 / options["rate"]) for seed, each in read]
     console = Console(stderr=True, quiet=options["as_json"])
-    found = find(traces, options["ranks"], config, lambda runs: run_virtual(runs, options["jobs"], console))
-    names = ("ranks", "slo_ttft", "slo_tpot", "rate", "timing", "timing_scale", "seeds")
+    jobs, unified = options["jobs"], options["unified"]
+    found = find(traces, options["ranks"], config, lambda runs: run_virtual(runs, jobs, console), unified=unified)
+    names = ("ranks", "unified", "slo_ttft", "slo_tpot", "rate", "timing", "timing_scale", "seeds")
     asked = {name: options[name] for name in (*names, *_FROM_OPTIONS, "duration_s")}
     data = {"trace": str(trace) if trace else traces[0].name, "options": asked} | json_of(found)
     if options["as_json"]:
@@ -113,7 +117,7 @@ def table_of(found: Plan, shown: Sequence[str]) -> Table:
     for number, each in enumerate(found.tried):
         choice = each.choice
         order = choice.queue_order + (" + tpot" if choice.tpot_admission else "")
-        names = (f"{choice.prefill} + {choice.decode}", choice.prefill_method, choice.decode_method, order)
+        names = (choice.ranks, choice.prefill_method, choice.decode_method if choice.decode else "–", order)
         table.add_row(*names, *(_cell(field, each) for field in shown), style=None if number else "bold")
     return table
 
@@ -141,9 +145,9 @@ def command_of(found: Found, config: LabConfig) -> str:
     for name in ("late_tokens", "overtake_tokens") if choice.queue_order == "slo" else ():
         if (value := getattr(config, name)) != getattr(ControllerConfig, name):
             order += f" --{name.replace('_', '-')} {value}"
-    return (
-        f"python -m controller --prefill-method {choice.prefill_method} --decode-method {choice.decode_method}{order}"
-    )
+    methods = f" --prefill-method {choice.prefill_method} --decode-method {choice.decode_method}" * bool(choice.decode)
+    methods += f" --unified-method {choice.prefill_method}" if choice.unified else ""
+    return f"python -m controller{methods}{order}"
 
 
 def _column(field: str) -> Column:

@@ -28,11 +28,12 @@ from pdbus.lab.traces import Trace
 
 DEFAULT_METHODS = "follow_bootstrap_room,round_robin,total_tokens,cache_aware,oracle"
 WIDTH = 160  # of a table outside a terminal
+USUAL = LabConfig()
 _FROM_OPTIONS = (
-    "ranks", "decode_ranks", "load", "rate", "warm_up_s", "cache_blocks", "decode_kv_tokens", "decode_method",
-    "chunk_tokens", "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss",
-    "controllers", "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "tpot_admission",
-    "overtake_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
+    "unified_ranks", "unified_share", "load", "rate", "warm_up_s", "cache_blocks", "decode_kv_tokens",
+    "unified_kv_tokens", "decode_method", "chunk_tokens", "prefill_running", "decode_running", "unified_running",
+    "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers", "shared_counters", "sent_interval_s",
+    "cache_weight", "late_tokens", "tpot_admission", "overtake_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
 )  # fmt: skip
 _ASKED = (
     "methods", "queue_order", "seeds", "duration_s", "requests", "sessions", "concurrency", "shrink", "timing",
@@ -52,9 +53,15 @@ class _Command(click.Command):
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
 @option("--methods", default=DEFAULT_METHODS, metavar="A,B,...",
          help="Methods to compare: `all` of these, or your own as module:Class or file.py:Class.")  # fmt: skip
-@setting("ranks", "Prefill ranks.")
-@setting("decode_ranks", "Decode ranks; 0: simulate prefill alone.")
-@setting("load", "Load as a share of the prefill ranks' capacity without cache hits; 0: the trace's own times.")
+@option("--ranks", type=click.IntRange(0), default=None, show_default=f"{USUAL.ranks}; 0 with --unified-ranks",
+         help="Prefill ranks.")  # fmt: skip
+@option("--decode-ranks", type=click.IntRange(0), default=None, help="Decode ranks; 0: simulate prefill alone.",
+         show_default=f"{USUAL.decode_ranks}; 0 with --unified-ranks")  # fmt: skip
+@setting("unified_ranks", "Ranks that do prefill and decode, instead of the two or beside them.")
+@setting("unified_share", "Share of the sessions that unified ranks run beside the others; 0: the share of ranks that "
+         "they are.")  # fmt: skip
+@setting("load", "Load as a share of what the prefill and unified ranks can compute without cache hits; 0: the trace's "
+         "own times.")  # fmt: skip
 @setting("rate", "Sessions (requests, where there are none) that start in a second, instead of --load; 0: by --load.")
 @option("--concurrency", metavar="N,N,...", default="", show_default=False,
          help="Sessions (or requests) under way, instead of --load: the next starts when one has ended. Several: a row "
@@ -64,10 +71,12 @@ class _Command(click.Command):
          help="Count only so many requests, from the warm-up on.")  # fmt: skip
 @setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace; 0: 2,048,000 tokens.")
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
+@setting("unified_kv_tokens", "KV memory of a unified rank.")
 @setting("decode_method", "Method for decode ranks.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
 @setting("prefill_running", "Prompts that a prefill rank runs at once.")
 @setting("decode_running", "Requests that a decode rank runs at once.")
+@setting("unified_running", "Requests that a unified rank runs at once.")
 @timing_option
 @option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0,
          help="Factor for the duration of steps (live: larger ones are disturbed less by other programs).")  # fmt: skip
@@ -116,8 +125,9 @@ def replay(trace: Path | None, **options: Any) -> None:
     """
     timing = timing_settings(options["timing"], options["timing_scale"])
     config = LabConfig(
-        **timing, end_requests=options["requests"] or 0, **{name: options[name] for name in _FROM_OPTIONS}
-    )
+        **timing, **_split(options), end_requests=options["requests"] or 0,
+        **{name: options[name] for name in _FROM_OPTIONS},
+    )  # fmt: skip
     order = options["queue_order"]
     orders = [
         replace(config, queue_order=name, concurrency=number)
@@ -166,6 +176,13 @@ def _show(results: list[Result], title: str, found: dict[str, Any], options: dic
         table = options["out"] / "replay.json"
         table.write_text(json.dumps(found, indent=1) + "\n")
         console.print("wrote " + ", ".join(map(str, [*paths, table])))
+
+
+def _split(options: dict[str, Any]) -> dict[str, int]:
+    """Return the numbers of prefill and decode ranks: without either option the defaults, or 0 beside unified ones."""
+    defaults = {"ranks": USUAL.ranks, "decode_ranks": USUAL.decode_ranks}
+    given = {name: options[name] for name in defaults if options[name] is not None}
+    return (dict.fromkeys(defaults, 0) if options["unified_ranks"] else defaults) | given
 
 
 def _engine(options: dict[str, Any]) -> LiveEngine:
@@ -267,7 +284,10 @@ def _title(traces: list[Trace], orders: list[LabConfig], results: list[Result]) 
         requests += f", after {config.warm_up_s:g} s)" if config.warm_up_s else ")"
     reports = f"reports {config.report_delay_s * 1e3:g} ms late, {config.report_loss:.0%} lost"
     several = f", {config.controllers} controllers" if config.controllers > 1 else ""
-    return (
-        f"{name}, {requests}, {config.ranks} prefill + {config.decode_ranks} decode ranks, {load}, {reports}{several}"
-        f"{seeds}"
-    )
+    return f"{name}, {requests}, {_ranks(config)} ranks, {load}, {reports}{several}{seeds}"
+
+
+def _ranks(config: LabConfig) -> str:
+    numbers = {"prefill": config.ranks, "decode": config.decode_ranks, "unified": config.unified_ranks}
+    shown = [f"{number} {role}" for role, number in numbers.items() if number or (role == "decode" and config.ranks)]
+    return " + ".join(shown)

@@ -1,7 +1,8 @@
-"""The capacity of prefill ranks, and the stretching of a trace to a share of it. Owns the definition of `--load`.
+"""The capacity of the ranks that compute prompts (prefill and unified ones), and the stretching of a trace to a share
+of it. Owns the definition of `--load`.
 
-A load of 1 means: computing every prompt from its first token, without cache hits and in full chunks, keeps all prefill
-ranks busy all the time. Cache hits reduce the real work, so a method with hits has capacity left.
+A load of 1 means: computing every prompt from its first token, without cache hits and in full chunks, keeps all of
+them busy all the time. Cache hits reduce the real work, so a method with hits has capacity left.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ def prefill_s(prompt_tokens: int, chunk_tokens: int, timing: SimTiming) -> float
 
 
 def offered_load(trace: Trace, config: LabConfig) -> float:
-    """Return the trace's own load on `config.ranks` prefill ranks: its work over the time in which sessions start."""
+    """Return the trace's own load on the ranks that compute prompts: its work over the time in which sessions
+    start."""
     work_s = sum(prefill_s(r.prompt_tokens, config.chunk_tokens, config.timing) for r in trace.requests)
-    return work_s / (config.ranks * _starting_s(trace))
+    return work_s / (config.prompt_ranks * _starting_s(trace))
 
 
 def stretch(trace: Trace, config: LabConfig) -> Trace:

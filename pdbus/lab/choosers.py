@@ -127,13 +127,14 @@ class TableChooser(BaseChooser):
         self._late = LateBinding(config.late_tokens, config.slo_tpot_s if slo and config.tpot_admission else 0.0)
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
         self.balancer = Balancer(self.table, {role: policy}, self._late if late else None)
-        memory = config.decode_kv_tokens if slo and role == "decode" else 0  # 0: no matter
+        memory = {"decode": config.decode_kv_tokens, "unified": config.unified_kv_tokens}.get(role, 0) if slo else 0
         self._live: dict[str, tuple[Submit, LegRun]] = {}  # by rid
         self._ranks = []
         for dp_rank in range(ranks):
             hello = Hello(
                 instance=role, dp_rank=dp_rank, epoch=EPOCH, role=role, model="sim", dp_size=ranks, state="ready",
-                endpoint="", max_context=0, kv_capacity=memory, max_running=0, block_tokens=block_tokens,
+                endpoint="", max_context=0, kv_capacity=memory,  # 0: no matter
+                max_running=0, block_tokens=block_tokens,
             )  # fmt: skip
             self._ranks.append(self.balancer.opened(hello, ready=True))
         self._group = self.table.group(role)

@@ -16,12 +16,15 @@ class LabConfig:
     Raises ConfigError for invalid values.
 
     The time between the starts of sessions (of requests, where there are none) is stretched until the prompts, without
-    cache hits, would keep the prefill ranks busy for the share `load` of the time; 0 keeps the trace's own times. With
-    `rate` that many start in a second instead, and with `concurrency` the next one starts when another has ended.
+    cache hits, would keep prefill and unified ranks busy for the share `load` of the time; 0 keeps the trace's own
+    times. With `rate` that many start in a second instead, and with `concurrency` the next one starts when another has
+    ended.
     """
 
     ranks: int = 8  # prefill ranks
     decode_ranks: int = 8  # 0: simulate prefill alone
+    unified_ranks: int = 0  # ranks that do both
+    unified_share: float = 0.0  # of sessions, that unified ranks run beside pairs; 0: the share of ranks that they are
     load: float = 0.9
     rate: float = 0.0  # sessions that start in a second; 0: as `load` says
     concurrency: int = 0  # sessions under way; 0: they start at their times
@@ -30,10 +33,13 @@ class LabConfig:
     end_requests: int = 0  # the same for all but the first so many since the warm-up; 0: no limit
     cache_blocks: int = 0  # KV memory of a prefill rank, in blocks of the trace; 0: CACHE_TOKENS
     decode_kv_tokens: int = 400_000  # KV memory of a decode rank, in tokens
-    decode_method: str = "total_requests"  # method for decode ranks; the compared method is for prefill ranks
+    unified_kv_tokens: int = 400_000  # KV memory of a unified rank, in tokens
+    decode_method: str = "total_requests"  # method for decode ranks; the compared one is for prefill and unified ranks
     chunk_tokens: int = 2_048  # prompt tokens computed in one step at most
     prefill_running: int = 256  # run slots of a prefill rank
     decode_running: int = 256  # run slots of a decode rank
+    unified_running: int = 256  # run slots of a unified rank
+    outputs_cached: bool = True  # where a later turn shows the blocks of an output, the rank that made it keeps them
     timing: SimTiming = field(default_factory=SimTiming)  # how long steps take
     first_at_decode: bool = False  # decode ranks make the first token, as in vLLM; ours pass on that of prefill
     kv_fetch_token_s: float = 2.6e-6  # time to fetch the KV cache, per prompt token: 128 KiB at 50 GB/s
@@ -56,19 +62,26 @@ class LabConfig:
     seed: int = 1  # for all random draws
 
     def __post_init__(self) -> None:
-        counts = ("ranks", "decode_kv_tokens", "chunk_tokens", "prefill_running", "decode_running",
-                  "controllers", "late_tokens", "overtake_tokens")  # fmt: skip
+        counts = ("decode_kv_tokens", "unified_kv_tokens", "chunk_tokens", "prefill_running", "decode_running",
+                  "unified_running", "controllers", "late_tokens", "overtake_tokens")  # fmt: skip
         for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_option(name)} must be at least 1, not {getattr(self, name)}")
-        times = ("load", "kv_fetch_token_s", "hop_s", "report_delay_s", "cache_weight", "decode_ranks", "rate",
-                 "concurrency", "warm_up_s", "end_s", "end_requests", "cache_blocks")  # fmt: skip
+        times = ("load", "kv_fetch_token_s", "hop_s", "report_delay_s", "cache_weight", "ranks", "decode_ranks",
+                 "unified_ranks", "rate", "concurrency", "warm_up_s", "end_s", "end_requests",
+                 "cache_blocks")  # fmt: skip
         for name in times:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_option(name)} must not be negative, not {getattr(self, name)}")
         for name in ("report_interval_s", "stale_s", "sent_interval_s", "sample_s"):
             if not 0.001 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_option(name)} must be at least 0.001 s, not {getattr(self, name)}")
+        if not self.ranks and not self.unified_ranks:
+            raise ConfigError("--ranks must be at least 1 where there are no --unified-ranks")
+        if self.unified_ranks and bool(self.ranks) != bool(self.decode_ranks):
+            raise ConfigError("--unified-ranks go with --ranks and --decode-ranks together, or with neither (0)")
+        if not 0 <= self.unified_share < 1:
+            raise ConfigError(f"--unified-share must lie in 0..1 (1 excluded), not {self.unified_share}")
         if self.rate and self.concurrency:
             raise ConfigError("--rate and --concurrency exclude each other")
         if not 0 <= self.report_loss < 1:
@@ -77,6 +90,11 @@ class LabConfig:
             raise ConfigError(f"--queue-order is arrival or slo, not {self.queue_order!r}")
         if self.controllers > 64:
             raise ConfigError(f"--controllers must be at most 64, not {self.controllers}")
+
+    @property
+    def prompt_ranks(self) -> int:
+        """The number of ranks that compute prompts: prefill and unified ones."""
+        return self.ranks + self.unified_ranks
 
     def blocks(self, block_tokens: int) -> int:
         """Return the KV memory of a prefill rank in blocks of `block_tokens` tokens."""

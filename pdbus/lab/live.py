@@ -21,10 +21,11 @@ from bus.wire.messages import Status
 from controller.policies.registry import POLICIES, find
 from nodes.own.engines.sim import SIM_VOCAB_SIZE, SPECIALS
 from pdbus.client import AsyncClient, Client
+from pdbus.client.options import Options, block_tokens_for
 from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
 from pdbus.lab.config import LabConfig
-from pdbus.lab.simulate import Outcome, RequestOutcome, rooms_of
+from pdbus.lab.simulate import Outcome, RequestOutcome, rooms_of, unified_of
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher import Cluster, ClusterSpec
 
@@ -50,10 +51,11 @@ class LiveEngine:
 
 
 def virtual_twin(config: LabConfig, engine: LiveEngine = LiveEngine()) -> LabConfig:
-    """Return `config` for the virtual run that is compared with a live one: reports have no delay and no loss, and
-    there is one controller. For sim, fetching a KV cache takes almost no time and prefill makes the first token; for
-    other engines `config` keeps its own values for both."""
-    alike = replace(config, report_delay_s=0.0, report_loss=0.0, controllers=1)
+    """Return `config` for the virtual run that is compared with a live one: reports have no delay and no loss, there is
+    one controller, and outputs are cached in vain, because an engine's own are not what the trace's next turns begin
+    with. For sim, fetching a KV cache takes almost no time and prefill makes the first token; for other engines
+    `config` keeps its own values for both."""
+    alike = replace(config, report_delay_s=0.0, report_loss=0.0, controllers=1, outputs_cached=False)
     return replace(alike, kv_fetch_token_s=1e-7, first_at_decode=False) if engine.name == "sim" else alike
 
 
@@ -63,12 +65,12 @@ def run_live(
     """Start a cluster as `config` says, replay `trace` on it in real time, stretched to `config.load`, and return the
     outcome, in seconds from the start of the trace.
 
-    Raises ConfigError where no controller can run a method or there are no decode ranks, StartError where the cluster
-    does not start, and BusError when a request fails, because figures without it would be too good."""
+    Raises ConfigError where no controller can run a method or prefill ranks have no decode ranks, StartError where the
+    cluster does not start, and BusError when a request fails, because figures without it would be too good."""
     if any(find(name) is None for name in (method, config.decode_method)):
         raise ConfigError(f"--live runs what a controller can: {', '.join(POLICIES)}, or module:Class of your own")
-    if not config.decode_ranks:
-        raise ConfigError("--live needs decode ranks")
+    if config.ranks and not config.decode_ranks:
+        raise ConfigError("--live needs decode ranks beside prefill ranks")
     stretched = stretch(trace, config)
     spec = spec_of(method, config, trace.block_tokens, engine)
     with Cluster(spec, on_progress) as cluster:
@@ -79,10 +81,15 @@ def run_live(
 
 def _warm_up(client: Client, config: LabConfig) -> None:
     """Have each rank compute something before the clock starts."""
-    for number in range(max(config.ranks, config.decode_ranks)):
+    for number in range(max(config.ranks, config.decode_ranks) if config.ranks else 0):
         prefill, decode = number % config.ranks, number % config.decode_ranks
         client.generate_tokens(
             _tokens("warm", 8), max_tokens=2, ignore_eos=True, disagg_prefill_dp_rank=prefill, routed_dp_rank=decode
+        ).tokens()
+
+    for number in range(config.unified_ranks):
+        client.generate_tokens(
+            _tokens("warm", 8), max_tokens=2, ignore_eos=True, leg="unified", routed_dp_rank=number
         ).tokens()
 
 
@@ -107,16 +114,20 @@ class _Replay:
         self, client: AsyncClient, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
     ) -> None:
         self._client, self._trace, self._config, self._on_progress = client, trace, config, on_progress
-        self._rooms = rooms_of(trace, config)
+        self._rooms, self._is_unified = rooms_of(trace, config), unified_of(trace, config)
         self._courses = [RequestOutcome(request) for request in trace.requests]
         self._arrivals = Arrivals(trace, config, self._begin)
         self._outcome = Outcome(method, [], config.sample_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._before: Status | None = None  # when requests began to count
+        self._unified_way: Options = {}  # options of a unified request, where pairs are the client's default
         self._came = 0
 
     async def run(self) -> Outcome:
+        if self._config.ranks and self._config.unified_ranks:  # a client that is given the leg asks for no block size
+            block_tokens = block_tokens_for(await self._client.status())
+            self._unified_way = {"leg": "unified", "block_tokens": block_tokens}
         async with sampling(self._sample, self._config.sample_s):
             self._arrivals.start()  # which makes prompts; no task has run yet
             self._began = time.monotonic()
@@ -153,11 +164,18 @@ class _Replay:
         self._arrivals.arrived(place, course.arrived_s)
         self._came += 1
         output, room = max(1, course.request.output_tokens), self._rooms[place]
-        stream = await self._client.generate_tokens(prompt, max_tokens=output, ignore_eos=True, bootstrap_room=room)
+        unified = self._is_unified[place]
+        options: Options = {"max_tokens": output, "ignore_eos": True, "bootstrap_room": room}
+        if unified:
+            options.update(self._unified_way)
+        stream = await self._client.generate_tokens(prompt, **options)
         result = await stream.wait()
-        if result.finish != "length" or result.prefill is None or result.decode is None:
+        if result.finish != "length" or result.decode is None or (result.prefill is None and not unified):
             raise BusError(f"a request of the live run failed: {RequestFailed(result.code, result.message)}")
-        course.prefill_rank, course.decode_rank = result.prefill.dp_rank, result.decode.dp_rank
+        if result.prefill is not None:
+            course.prefill_rank, course.decode_rank = result.prefill.dp_rank, result.decode.dp_rank
+        else:
+            course.unified_rank = result.decode.dp_rank
         course.first_token_s = course.arrived_s + result.ttft_s
         course.finished_s = course.arrived_s + result.total_s
         self._arrivals.ended(place, course.finished_s)
@@ -166,7 +184,7 @@ class _Replay:
         status = await self._client.status()
         if self._now() >= self._arrivals.began_s:
             self._before = self._before or status
-            self._outcome.load.append(_queued(status, self._config.ranks))
+            self._outcome.load.append(_queued(status, self._config))
         share = self._arrivals.share(self._now())
         self._on_progress(f"{self._outcome.method}: {self._now():.0f} s, {self._came} requests sent, {share:.0%} done")
 
@@ -217,11 +235,14 @@ def _tokens(name: str, count: int) -> array[int]:
     return array("i", (SPECIALS + (byte * 2 + (byte >> 7)) % span for byte in Random(name).randbytes(count)))
 
 
-def _queued(status: Status, ranks: int) -> array[int]:
-    row = array("q", [0] * ranks)
+def _queued(status: Status, config: LabConfig) -> array[int]:
+    row = array("q", [0] * config.prompt_ranks)
     for rank in status.ranks:
         if rank.role == "prefill":
             row[rank.dp_rank] = rank.estimate_tokens
+        elif rank.role == "unified":  # whose estimate has what it holds too
+            held = 0 if rank.load is None else rank.load.kv_tokens
+            row[config.ranks + rank.dp_rank] = max(0, rank.estimate_tokens - held)
     return row
 
 
@@ -235,11 +256,16 @@ def _totals(outcome: Outcome, before: Status | None, after: Status, config: LabC
     def grown(role: str, name: str) -> int:
         return total(after, role, name) - total(before, role, name)
 
-    prompt = grown("prefill", "admitted_tokens_total")
-    outcome.cache_hit_rate = grown("prefill", "cached_tokens_total") / prompt if prompt else 0.0
+    def busy(role: str, ranks: int) -> float:
+        return min(1.0, grown(role, "busy_us_total") / (ranks * elapsed_us)) if ranks else 0.0
+
+    prompt = grown("prefill", "admitted_tokens_total") + grown("unified", "admitted_tokens_total")
+    cached = grown("prefill", "cached_tokens_total") + grown("unified", "cached_tokens_total")
+    outcome.cache_hit_rate = cached / prompt if prompt else 0.0
     elapsed_us = (outcome.ended_s - outcome.began_s) * 1e6
-    outcome.prefill_busy = min(1.0, grown("prefill", "busy_us_total") / (config.ranks * elapsed_us))
-    outcome.decode_busy = min(1.0, grown("decode", "busy_us_total") / (config.decode_ranks * elapsed_us))
+    outcome.prefill_busy = busy("prefill", config.ranks)
+    outcome.decode_busy = busy("decode", config.decode_ranks)
+    outcome.unified_busy = busy("unified", config.unified_ranks)
 
 
 def spec_of(method: str, config: LabConfig, block_tokens: int, engine: LiveEngine) -> ClusterSpec:
@@ -248,8 +274,10 @@ def spec_of(method: str, config: LabConfig, block_tokens: int, engine: LiveEngin
     spec = ClusterSpec(
         prefill=config.ranks,
         decode=config.decode_ranks,
+        unified=config.unified_ranks,
         prefill_method=method,
         decode_method=config.decode_method,
+        unified_method=method,
         engine=engine.name,
         model=engine.model,
         log_level="warning",
@@ -307,5 +335,11 @@ def _with_sim(spec: ClusterSpec, config: LabConfig, block_tokens: int) -> Cluste
             str(config.decode_kv_tokens),
             "--max-running",
             str(config.decode_running),
+        ),
+        unified_args=(
+            "--kv-tokens",
+            str(config.unified_kv_tokens),
+            "--max-running",
+            str(config.unified_running),
         ),
     )

@@ -41,6 +41,7 @@ class Summary:
     requests_per_s: float = math.nan  # arrivals in a second of the time that counts
     goodput_per_s: float = math.nan  # of those, the ones that kept both limits
     output_tokens_per_s: float = math.nan  # generated for them
+    unified_busy: float = math.nan  # share of the time that unified ranks computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
     for course in outcome.courses:
         output = course.request.output_tokens
         tpot_s = 0.0
-        if output > 1 and course.decode_rank >= 0:
+        if output > 1 and max(course.decode_rank, course.unified_rank) >= 0:
             tpot_s = (course.finished_s - course.first_token_s) / (output - 1)
             per_token.append(tpot_s)
         ttft_s = course.first_token_s - course.arrived_s
@@ -99,7 +100,7 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
     cached = sum(course.cached_tokens for course in outcome.courses)
     seconds = outcome.until_s - outcome.began_s or math.nan
     queued = sum(map(sum, outcome.load))
-    fullest = sum(map(max, outcome.load)) * config.ranks
+    fullest = sum(map(max, outcome.load)) * config.prompt_ranks
     return Summary(
         ttft_mean_s=_mean(first),
         ttft_p50_s=quantile(first, 0.5),
@@ -112,13 +113,14 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         imbalance=fullest / queued if queued else 1.0,
         cache_hit_rate=cached / prompt if outcome.cache_hit_rate is None else outcome.cache_hit_rate,
         regret_mean_tokens=_mean([float(c.regret_tokens) for c in outcome.courses if c.regret_tokens is not None]),
-        prefill_busy=outcome.prefill_busy,
+        prefill_busy=outcome.prefill_busy if config.ranks else math.nan,
         decode_busy=outcome.decode_busy,
         duration_s=outcome.ended_s,
         requests=len(first),
         requests_per_s=len(first) / seconds,
         goodput_per_s=kept / seconds,
         output_tokens_per_s=sum(course.request.output_tokens for course in outcome.courses) / seconds,
+        unified_busy=outcome.unified_busy if config.unified_ranks else math.nan,
     )
 
 

@@ -1,9 +1,10 @@
-"""Searches the split of the ranks (how many prefill, the rest decode), the methods and the order that keep most
-requests of a trace within their SLO (limits of the time to the first token and per token).
+"""Searches the split of the ranks (how many prefill, the rest decode, or unified), the methods and the order that keep
+most requests of a trace within their SLO (limits of the time to the first token and per token).
 
 All combinations would take hours, so the search has steps. First every split that can compute the prompts, with one
 choice of methods and order; then all methods and orders at the best split; then the best choice at neighbouring splits,
-and with decode admission where tokens are too slow, as long as that is better. Runs nothing itself.
+and with decode admission where tokens are too slow, as long as that is better; then, if asked for, unified ranks,
+alone and beside the best split. Runs nothing itself.
 """
 
 from __future__ import annotations
@@ -36,10 +37,18 @@ class Choice:
     decode_method: str
     queue_order: str
     tpot_admission: bool = False
+    unified: int = 0  # ranks, with `prefill_method` too
 
     def __str__(self) -> str:
         order = self.queue_order + (" with decode admission" if self.tpot_admission else "")
-        return f"{self.prefill} + {self.decode}, {self.prefill_method}, {self.decode_method}, order {order}"
+        decode = f", {self.decode_method}" if self.decode else ""
+        return f"{self.ranks}, {self.prefill_method}{decode}, order {order}"
+
+    @property
+    def ranks(self) -> str:
+        """The numbers of ranks in words: `3 + 5`, `2 + 2 + 4 unified` or `8 unified`."""
+        pairs = [f"{self.prefill} + {self.decode}"] if self.prefill else []
+        return " + ".join(pairs + ([f"{self.unified} unified"] if self.unified else []))
 
     def settings(self) -> dict[str, str | int | bool]:
         """Return the fields by name, for JSON."""
@@ -49,8 +58,9 @@ class Choice:
         """Return the run to make for this choice: `config` with its settings, and the trace's own times. It is not
         started."""
         settings = replace(
-            config, ranks=self.prefill, decode_ranks=self.decode, decode_method=self.decode_method,
-            queue_order=self.queue_order, tpot_admission=self.tpot_admission, load=0.0,
+            config, ranks=self.prefill, decode_ranks=self.decode, unified_ranks=self.unified,
+            decode_method=self.decode_method, queue_order=self.queue_order, tpot_admission=self.tpot_admission,
+            load=0.0,
         )  # fmt: skip
         return Run(trace, self.prefill_method, settings)
 
@@ -81,8 +91,9 @@ class Plan:
     tried: list[Found]
 
 
-def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) -> Plan:
-    """Search for the best way to run `ranks` ranks, and return all that was tried. Each seed from `config.seed` on has
+def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner, *, unified: bool = False) -> Plan:
+    """Search for the best way to run `ranks` ranks, and return all that was tried; with `unified`, unified ranks too.
+    Each seed from `config.seed` on has
     its own trace in `traces`. `run` makes the given runs and returns their results in the same order; it is called a
     few times. Raises ConfigError when no split can serve the prompts."""
     splits = [n for n in range(1, ranks) if offered_load(traces[0], replace(config, ranks=n)) <= MOST_LOAD]
@@ -103,6 +114,8 @@ def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) ->
     tried = try_all(rest, len(traces))
     while beside := _beside(_best(tried), splits, config.slo_tpot_s) - {found.choice for found in tried}:
         tried += try_all(sorted(beside), len(traces))
+    if unified:
+        tried += try_all(_mixtures(_best(tried).choice, ranks), len(traces))
     return Plan(first, sorted(tried, key=_rank))
 
 
@@ -115,6 +128,19 @@ def _beside(found: Found, splits: Sequence[int], slo_tpot_s: float) -> set[Choic
     if choice.queue_order == "slo" and found.mean("tpot_p99_s").mean > slo_tpot_s:
         beside.add(replace(choice, tpot_admission=True))
     return beside
+
+
+def _mixtures(choice: Choice, ranks: int) -> Iterator[Choice]:
+    """Yield ways to run a quarter, half, three quarters or all of the ranks as unified ones, in both orders. The others
+    are split as `choice` does, and have its methods."""
+    for unified in dict.fromkeys((ranks, ranks * 3 // 4, ranks // 2, ranks // 4)):
+        others = ranks - unified
+        if unified and others != 1:
+            prefill = min(max(1, round(others * choice.prefill / ranks)), others - 1) if others else 0
+            numbers = {"prefill": prefill, "decode": others - prefill, "unified": unified}
+            for order in ORDERS:
+                admission = bool(others) and choice.tpot_admission and order == "slo"
+                yield replace(choice, queue_order=order, tpot_admission=admission, **numbers)
 
 
 def _runs(choices: Iterable[Choice], traces: Sequence[Trace], config: LabConfig) -> Iterator[Run]:

@@ -22,10 +22,11 @@ from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 
 
 class VirtualRank:
-    """A prefill or decode rank. The callbacks get a sequence's id: `on_output` at the step with a prefill's token or a
-    decode's last token, `on_first` at a decode's first step. `on_admitted` gets a decode sequence that has its memory;
-    the caller lets the KV cache travel, then calls `fetched`. `blocks` is the KV memory, in blocks of `block_tokens`;
-    `max_running` are run slots, `chunk_tokens` the most prompt tokens in a step."""
+    """A prefill, decode or unified rank. `on_output` gets a sequence's id at the step with a prefill's token or the
+    last token of another; `on_first` gets the sequence at a decode's first step, or at the step that ends the prompt of
+    a unified one. `on_admitted` gets a decode sequence that has its memory; the caller lets the KV cache travel, then
+    calls `fetched`. `blocks` is the KV memory, in blocks of `block_tokens`; `max_running` are run slots, `chunk_tokens`
+    the most prompt tokens in a step."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class VirtualRank:
         timing: SimTiming,
         on_output: Callable[[int], None],
         on_admitted: Callable[[Sequence], None],
-        on_first: Callable[[int], None] | None = None,
+        on_first: Callable[[Sequence], None] | None = None,
         kv_events: bool = False,
     ) -> None:
         self.key = key
@@ -185,8 +186,8 @@ class VirtualRank:
         outputs = self.scheduler.complete(result)
         self._stepping = False
         for sequence in outputs:
-            if self._on_first is not None and sequence.imported and len(sequence.output) == 2:
-                self._on_first(sequence.id)
+            if self._on_first is not None and len(sequence.output) == 1 + sequence.imported:
+                self._on_first(sequence)
             if sequence.finish:
                 self._on_output(sequence.id)
         self._begin()

@@ -52,7 +52,7 @@ class DecodeRun:
 class LabScheduler(Scheduler):
     """The nodes' `Scheduler` with runs of decode steps."""
 
-    first_apart = False  # a sequence's first decode step is not part of a run: its end is an event
+    first_apart = False  # an imported sequence's first decode step is not part of a run: its end is an event
 
     def decode_run(self, timing: SimTiming, now: float) -> DecodeRun | None:
         """Return the run of decode steps that can begin now, timed by `timing`; None if another kind of step must come
@@ -61,7 +61,7 @@ class LabScheduler(Scheduler):
         steps = 1 << 60
         for sequence in self._running.values():
             if sequence.phase is Phase.DECODING:
-                if self.first_apart and len(sequence.output) == 1:
+                if self.first_apart and sequence.imported and len(sequence.output) == 1:
                     return None
                 rows += 1
                 context += sequence.computed
@@ -85,6 +85,8 @@ class LabScheduler(Scheduler):
             if sequence.phase is Phase.DECODING:
                 self._hold(sequence, steps)
                 sequence.output.extend([NO_TOKEN] * steps)
+                if sequence.hashes and len(sequence.hashes) > sequence.committed:
+                    self._commit(sequence)
 
     @staticmethod
     def _tokens(sequence: Sequence, start: int, count: int) -> list[int]:

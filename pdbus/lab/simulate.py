@@ -2,8 +2,9 @@
 
 A request arrives at one of the controllers, which picks a prefill and a decode rank; both legs travel there; the
 prefill rank computes; its first token goes through the decode rank to the client (unless the decode rank makes it
-itself); the decode rank gets memory, fetches the KV cache and decodes. Reports travel back with the configured delay
-and loss. The same arguments give the same outcome.
+itself); the decode rank gets memory, fetches the KV cache and decodes. Or it picks a unified rank, which does all of it
+and sends its tokens to the client. Reports travel back with the configured delay and loss. The same arguments give the
+same outcome.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SHARE_STEP = 0.02
 @dataclass(slots=True)
 class RequestOutcome:
     """The outcome of one request. Times are in seconds of the run, NaN until they are known; ranks are -1 until then,
-    or without decode ranks. `regret_tokens`: see `pdbus.lab.metrics`; None: not measured."""
+    and where they take no part. `regret_tokens`: see `pdbus.lab.metrics`; None: not measured."""
 
     request: TraceRequest
     prefill_rank: int = -1
@@ -49,14 +50,15 @@ class RequestOutcome:
     cached_tokens: int = 0
     regret_tokens: int | None = None
     arrived_s: float = float("nan")  # of a later turn of a session: as its session came to it
+    unified_rank: int = -1
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a run: all requests, and samples of each prefill rank's true load (`load[sample][rank]`, queued
-    tokens)."""
+    """The outcome of a run: all requests, and samples of the true load of each prefill rank and then of each unified
+    one (`load[sample][rank]`, queued tokens)."""
 
-    method: str  # the method for prefill ranks
+    method: str  # the method for prefill and unified ranks
     courses: list[RequestOutcome]  # the outcome of each request that counts
     sample_s: float  # between samples
     load: list[array[int]] = field(default_factory=list)  # since the warm-up
@@ -66,6 +68,7 @@ class Outcome:
     ended_s: float = 0.0  # when the last request that counts ended
     prefill_busy: float = 0.0  # share of the time that prefill ranks computed
     decode_busy: float = 0.0  # share of the time that decode ranks computed
+    unified_busy: float = 0.0  # share of the time that unified ranks computed
     cache_hit_rate: float | None = None  # set where the requests have no cached tokens of their own
 
     def count(self, courses: Seq[RequestOutcome], arrivals: Arrivals, ended_s: float) -> None:
@@ -83,8 +86,8 @@ class Outcome:
 def simulate(
     trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None] = lambda share: None
 ) -> Outcome:
-    """Replay `trace` with `method` for prefill ranks in virtual time, stretched as `config` says, and return
-    the outcome once all requests that count have ended. It computes in this thread (seconds to minutes). Raises
+    """Replay `trace` with `method` for prefill and unified ranks in virtual time, stretched as `config` says, and
+    return the outcome once all requests that count have ended. It computes in this thread (seconds to minutes). Raises
     ConfigError for an unknown method, when a request exceeds the memory of a rank, and when no request counts.
 
     `on_share` is called regularly with an estimate of the share of the run that is done.
@@ -95,14 +98,16 @@ def simulate(
         raise ConfigError(f"--queue-order slo is for methods that a controller can run, which {method} is not")
     longest = max(request.prompt_tokens for request in trace.requests)
     blocks = config.blocks(trace.block_tokens)
-    if longest > blocks * trace.block_tokens:
+    if config.ranks and longest > blocks * trace.block_tokens:
         memory = f"--cache-blocks {blocks} of {trace.block_tokens} tokens"
         raise ConfigError(f"{memory} cannot hold a prompt of {longest} tokens")
     most = max(request.prompt_tokens + request.output_tokens for request in trace.requests)
-    if (
-        config.decode_ranks and most > config.decode_kv_tokens // trace.block_tokens * trace.block_tokens
-    ):  # whole blocks
-        raise ConfigError(f"--decode-kv-tokens {config.decode_kv_tokens} cannot hold the trace's longest request")
+    for role, ranks, tokens in (
+        ("decode", config.decode_ranks, config.decode_kv_tokens),
+        ("unified", config.unified_ranks, config.unified_kv_tokens),
+    ):
+        if ranks and most > tokens // trace.block_tokens * trace.block_tokens:  # whole blocks
+            raise ConfigError(f"--{role}-kv-tokens {tokens} cannot hold the trace's longest request")
     return _Run(stretch(trace, config), method, config, on_share).run()
 
 
@@ -111,6 +116,17 @@ def rooms_of(trace: Trace, config: LabConfig) -> list[int]:
     use to choose). By `config.seed` alone, so virtual and live runs have the same ones."""
     rng = random.Random(f"rooms {config.seed}")
     return [rng.getrandbits(62) for _ in trace.requests]
+
+
+def unified_of(trace: Trace, config: LabConfig) -> list[bool]:
+    """Return for each request of the trace whether a unified rank runs it. Where there are pairs too, it is drawn for
+    each session with `config.unified_share`, by `config.seed` alone, so virtual and live runs have the same ones."""
+    if not config.ranks or not config.unified_ranks:
+        return [not config.ranks] * len(trace)
+    share = config.unified_share or config.unified_ranks / (config.prompt_ranks + config.decode_ranks)
+    rng = random.Random(f"unified {config.seed}")
+    drawn = {session: rng.random() < share for session in trace.starts_s}
+    return [drawn[trace.session_of(place)] for place in range(len(trace))]
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +141,18 @@ class _Waiting:
     def arrived(self) -> int:
         """The number that the order of arrival uses."""
         return self.number
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """The requests that wait at one controller: for a unified rank, or for a prefill rank and a decode rank."""
+
+    owner: int  # the controller
+    chooser: Listener
+    decode: Listener | None
+    waiting: ArrivalOrder[_Waiting]
+    unified: bool
+    wake_s: float = math.inf  # when the controller tries it again
 
 
 class _Truth:
@@ -167,9 +195,12 @@ class _Run:
         self.rng = random.Random(config.seed)
         self.courses = [RequestOutcome(request) for request in trace.requests]
         self.arrivals = Arrivals(trace, config, self._begin)
-        self.busy_before = (0, 0)  # us, of prefill and decode ranks, when requests began to count
+        self.busy_before = (0, 0, 0)  # us, of prefill, decode and unified ranks, when requests began to count
         self.owner = [self.rng.randrange(config.controllers) for _ in self.courses]
         self.rooms = rooms_of(trace, config)
+        self.is_unified = unified_of(trace, config)
+        keeps_outputs = config.outputs_cached and config.unified_ranks
+        self.kept_hashes = trace.kept_hashes() if keeps_outputs else [request.hashes for request in trace.requests]
         size = trace.block_tokens
         self.prefill = _Truth(
             [self._rank("prefill", n, config.blocks(size), config.prefill_running) for n in range(config.ranks)]
@@ -180,11 +211,21 @@ class _Run:
                 for n in range(config.decode_ranks)
             ]
         )
+        self.unified = _Truth(
+            [
+                self._rank("unified", n, config.unified_kv_tokens // size, config.unified_running)
+                for n in range(config.unified_ranks)
+            ]
+        )
         self.choosers = self._listeners("prefill", method, self.prefill)
         self.decode_choosers = self._listeners("decode", config.decode_method, self.decode)
+        self.unified_choosers = self._listeners("unified", method, self.unified)
         self.by_tick = self.late and config.controllers > 1
-        self.waiting = [self._order() for _ in range(config.controllers)]
-        self.wakes = [math.inf] * config.controllers  # when each controller tries its waiting requests again
+        decode: Seq[Listener | None] = self.decode_choosers or [None] * config.controllers
+        self.lines: dict[Role, list[_Line]] = {
+            "prefill": [_Line(n, each, decode[n], self._order(), False) for n, each in enumerate(self.choosers)],
+            "unified": [_Line(n, each, None, self._order(), True) for n, each in enumerate(self.unified_choosers)],
+        }
         self.sharing = config.controllers > 1 and config.shared_counters
         self.share_due: dict[tuple[int, int], float] = {}
         self.outcome = Outcome(method, [], config.sample_s)
@@ -193,7 +234,7 @@ class _Run:
         self.arrivals.start()
         self.loop.call_at(self.arrivals.began_s, self._begin_to_count)
         if self.sharing:
-            for choosers in (self.choosers, self.decode_choosers):
+            for choosers in (self.choosers, self.decode_choosers, self.unified_choosers):
                 for number in range(len(choosers)):
                     self.loop.call_later(self.rng.random() * RESTATE_S, self._restate, choosers, number)
         self._sample()
@@ -205,10 +246,11 @@ class _Run:
         elapsed_s = loop.now - outcome.began_s
         outcome.prefill_busy = _busy(self.prefill.ranks, self.busy_before[0], elapsed_s)
         outcome.decode_busy = _busy(self.decode.ranks, self.busy_before[1], elapsed_s)
+        outcome.unified_busy = _busy(self.unified.ranks, self.busy_before[2], elapsed_s)
         return outcome
 
     def _begin_to_count(self) -> None:
-        self.busy_before = (_busy_us(self.prefill.ranks), _busy_us(self.decode.ranks))
+        self.busy_before = (_busy_us(self.prefill.ranks), _busy_us(self.decode.ranks), _busy_us(self.unified.ranks))
 
     # --- the steps of a request -----------------------------------------------------------------------------------
 
@@ -221,71 +263,82 @@ class _Run:
         self.loop.call_later(self.config.hop_s, self._queue if self.late else self._submit, number)
 
     def _queue(self, number: int) -> None:
-        owner, course = self.owner[number], self.courses[number]
-        chooser = self.choosers[owner]
-        chooser.read()
-        work = chooser.work(self._header(number))
-        self.waiting[owner].add(_Waiting(number, work, course.arrived_s + self.config.slo_ttft_s))
-        if not self.by_tick or len(self.waiting[owner]) == 1:
-            self._bind(owner)
+        line = self.lines[self._first_role(number)][self.owner[number]]
+        line.chooser.read()
+        work = line.chooser.work(self._header(number))
+        line.waiting.add(_Waiting(number, work, self.courses[number].arrived_s + self.config.slo_ttft_s))
+        if not self.by_tick or len(line.waiting) == 1:
+            self._bind(line)
 
     def _order(self) -> ArrivalOrder[_Waiting]:
         slo = self.config.queue_order == "slo"
         return SloOrder(self.config.overtake_tokens) if slo else ArrivalOrder()
 
-    def _bind(self, owner: int) -> None:
+    def _bind(self, line: _Line) -> None:
         """Dispatch waiting requests (late binding) while a prefill rank is nearly idle and a decode rank can take the
-        next."""
-        waiting = self.waiting[owner]
-        chooser = self.choosers[owner]
-        decode = self.decode_choosers[owner] if self.decode_choosers else None
+        next, or a unified rank can."""
+        waiting, chooser = line.waiting, line.chooser
+        second = chooser if line.unified else line.decode  # which must be able to take it, too
         next_s = chooser.next_s
-        while waiting and chooser.least_tokens() < self.config.late_tokens:
+        while waiting and (line.unified or chooser.least_tokens() < self.config.late_tokens):
             _, head = waiting.head(lambda item: self.loop.now + chooser.first_token_s(item.work) <= item.first_due)
-            if decode is not None and not decode.takes(self._header(head.number)):
-                next_s = decode.next_s
+            if second is not None and not second.takes(self._header(head.number)):
+                next_s = second.next_s
                 break
             waiting.remove(head)
             self._submit(head.number)
         if waiting:  # until a report comes
-            self._wake_at(owner, next_s())
+            self._wake_at(line, next_s())
 
-    def _wake_at(self, owner: int, at_s: float) -> None:
+    def _wake_at(self, line: _Line, at_s: float) -> None:
         if self.by_tick:  # otherwise all controllers would fill the same rank after the same report
-            phase = TICK_S * owner / self.config.controllers
+            phase = TICK_S * line.owner / self.config.controllers
             at_s = phase + TICK_S * math.ceil((at_s - phase) / TICK_S)
             at_s += TICK_S * (at_s <= self.loop.now)
-        if self.loop.now <= at_s < self.wakes[owner]:
-            self.wakes[owner] = at_s
-            self.loop.call_at(at_s, self._wake, owner, at_s)
+        if self.loop.now <= at_s < line.wake_s:
+            line.wake_s = at_s
+            self.loop.call_at(at_s, self._wake, line, at_s)
 
-    def _wake(self, owner: int, at_s: float) -> None:
-        if at_s == self.wakes[owner]:  # otherwise an earlier wake-up has replaced it
-            self.wakes[owner] = math.inf
-            self._bind(owner)
+    def _wake(self, line: _Line, at_s: float) -> None:
+        if at_s == line.wake_s:  # otherwise an earlier wake-up has replaced it
+            line.wake_s = math.inf
+            self._bind(line)
+
+    def _first_role(self, number: int) -> Role:
+        """Return the role of the rank that computes the prompt of a request."""
+        return "unified" if self.is_unified[number] else "prefill"
 
     def _submit(self, number: int) -> None:
-        course, now = self.courses[number], self.loop.now
+        course, now, owner = self.courses[number], self.loop.now, self.owner[number]
         request, submit = course.request, self._header(number)
-        rank, charge = self.choosers[self.owner[number]].pick(submit, now)
+        if self.is_unified[number]:
+            rank, charge = self.unified_choosers[owner].pick(submit, now)
+            course.unified_rank = rank
+            course.regret_tokens = self._regret(self.unified, rank, request)
+            self.unified.depart(rank, request.prompt_tokens)
+            if self.sharing:
+                self._share_soon(self.unified_choosers, owner)
+            self.loop.call_later(self.config.hop_s, self._arrive_unified, number, charge)
+            return
+        rank, charge = self.choosers[owner].pick(submit, now)
         decode_charge = 0
         course.prefill_rank = rank
-        course.regret_tokens = self._regret(rank, request)
+        course.regret_tokens = self._regret(self.prefill, rank, request)
         self.prefill.depart(rank, request.prompt_tokens)
         if self.decode_choosers:
-            course.decode_rank, decode_charge = self.decode_choosers[self.owner[number]].pick(submit, now)
+            course.decode_rank, decode_charge = self.decode_choosers[owner].pick(submit, now)
             self.decode.depart(course.decode_rank, request.prompt_tokens)
         if self.sharing:
             for choosers in (self.choosers, self.decode_choosers):
                 if choosers:
-                    self._share_soon(choosers, self.owner[number])
+                    self._share_soon(choosers, owner)
         self.loop.call_later(self.config.hop_s, self._arrive, number, charge, decode_charge)
 
     def _header(self, number: int) -> Submit:
         request = self.courses[number].request
         return Submit(
             rid=str(number),
-            leg="pair",
+            leg="unified" if self.is_unified[number] else "pair",
             prompt_tokens=request.prompt_tokens,
             max_tokens=max(1, request.output_tokens),
             bootstrap_room=self.rooms[number],
@@ -306,6 +359,28 @@ class _Run:
         leg = Sequence(number, range(tokens), 1, hold=True, hashes=list(request.hashes))
         self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, charge)
 
+    def _arrive_unified(self, number: int, charge: int) -> None:
+        course = self.courses[number]
+        request, tokens = course.request, course.request.prompt_tokens
+        self.unified.arrive(course.unified_rank, tokens)
+        leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=list(self.kept_hashes[number]))
+        self.unified.ranks[course.unified_rank].ingest(leg, self.owner[number] + 1, charge)
+
+    def _unified_first(self, sequence: Sequence) -> None:
+        course = self.courses[sequence.id]
+        course.cached_tokens = sequence.cached_tokens
+        course.first_token_s = self.loop.now + self.config.hop_s
+
+    def _unified_done(self, number: int) -> None:
+        self.loop.call_later(self.config.hop_s, self._unified_ended, number)
+        self._finish(number, self.loop.now + self.config.hop_s)
+
+    def _unified_ended(self, number: int) -> None:
+        course = self.courses[number]
+        ended = Ended(str(number), 1, "unified", "ok", output_tokens=max(1, course.request.output_tokens),
+                      cached_tokens=course.cached_tokens)  # fmt: skip
+        self.unified_choosers[self.owner[number]].chooser.ended(course.unified_rank, ended, self.loop.now)
+
     def _prefilled(self, number: int) -> None:
         course, hop_s = self.courses[number], self.config.hop_s
         rank = self.prefill.ranks[course.prefill_rank]
@@ -321,8 +396,8 @@ class _Run:
         else:
             self.loop.call_later(hop_s, self.decode.ranks[course.decode_rank].kv_ready, number)
 
-    def _first(self, number: int) -> None:
-        self.courses[number].first_token_s = self.loop.now + self.config.hop_s
+    def _first(self, sequence: Sequence) -> None:
+        self.courses[sequence.id].first_token_s = self.loop.now + self.config.hop_s
 
     def _admitted(self, sequence: Sequence) -> None:
         fetch_s = 2 * self.config.hop_s + self.config.kv_fetch_token_s * len(sequence.prompt)
@@ -358,14 +433,11 @@ class _Run:
         self.courses[number].finished_s = at_s
         self.loop.call_at(at_s, self.arrivals.ended, number, at_s)
 
-    def _regret(self, chosen: int, request: TraceRequest) -> int:
+    def _regret(self, truth: _Truth, chosen: int, request: TraceRequest) -> int:
         """Return the tokens that the chosen rank must compute before this request's first token, minus those at the
-        best rank."""
+        best rank of its role."""
         hashes = request.hashes[: (request.prompt_tokens - 1) // self.trace.block_tokens]
-        costs = [
-            self.prefill.queued_tokens(rank) - self.prefill.cached_tokens(rank, hashes)
-            for rank in range(self.config.ranks)
-        ]
+        costs = [truth.queued_tokens(rank) - truth.cached_tokens(rank, hashes) for rank in range(len(truth.ranks))]
         return costs[chosen] - min(costs)
 
     # --- reports ----------------------------------------------------------------------------------------------
@@ -387,8 +459,8 @@ class _Run:
             reports.append(mine)
             if kind.report_interval_s is None:
                 rank.steps_taken.append(mine.report_now)
-            if self.late and role == "prefill":
-                rank.steps_taken.append(self._news)
+            if self.late and role != "decode":
+                rank.steps_taken.append(partial(self._news, role))
         size = self.trace.block_tokens
         listeners = [
             Listener(build_chooser(method, role, len(truth.ranks), n, config, truth, size), n, reports)
@@ -399,11 +471,12 @@ class _Run:
                 rank.steps_taken.append(partial(self._kv_events, dp_rank, rank, listeners))
         return listeners
 
-    def _news(self) -> None:
-        """Schedule the waiting requests for the arrival of a report that was sent after a step."""
-        for owner, waiting in enumerate(self.waiting):
-            if waiting:
-                self._wake_at(owner, self.loop.now + self.delay_s)
+    def _news(self, role: Role) -> None:
+        """Schedule the requests that wait for ranks of `role` for the arrival of a report that was sent after a
+        step."""
+        for line in self.lines[role]:
+            if line.waiting:
+                self._wake_at(line, self.loop.now + self.delay_s)
 
     def _kv_events(self, dp_rank: int, rank: VirtualRank, choosers: Seq[Listener]) -> None:
         """Deliver a rank's KV events. Lost events are repeated (by sequence numbers), so they are late but never
@@ -440,8 +513,9 @@ class _Run:
 
     def _sample(self) -> None:
         if self.loop.now >= self.arrivals.began_s:
-            prefill, decode = self.prefill, self.decode
-            self.outcome.load.append(array("q", (prefill.queued_tokens(n) for n in range(self.config.ranks))))
+            decode, truths = self.decode, (self.prefill, self.unified)
+            queued = [truth.queued_tokens(n) for truth in truths for n in range(len(truth.ranks))]
+            self.outcome.load.append(array("q", queued))
             self.outcome.decode_load.append(array("q", (decode.requests(n) for n in range(self.config.decode_ranks))))
         share = self.arrivals.share(self.loop.now)
         if share >= self.shown + SHARE_STEP:
@@ -449,7 +523,11 @@ class _Run:
             self.on_share(share)
         self.loop.call_later(self.config.sample_s, self._sample)
 
-    def _rank(self, role: str, dp_rank: int, blocks: int, max_running: int) -> VirtualRank:
+    def _rank(self, role: Role, dp_rank: int, blocks: int, max_running: int) -> VirtualRank:
+        on_output = {"prefill": self._prefilled, "decode": self._decoded, "unified": self._unified_done}
+        on_first = self._unified_first if role == "unified" else None
+        if role == "decode" and self.config.first_at_decode:
+            on_first = self._first
         return VirtualRank(
             self.loop,
             (role, dp_rank),
@@ -458,10 +536,10 @@ class _Run:
             max_running=max_running,
             chunk_tokens=self.config.chunk_tokens,
             timing=self.config.timing,
-            on_output=self._prefilled if role == "prefill" else self._decoded,
+            on_output=on_output[role],
             on_admitted=self._admitted,
-            on_first=self._first if self.config.first_at_decode else None,
-            kv_events=role == "prefill" and self.kind.kv_events,
+            on_first=on_first,
+            kv_events=role != "decode" and self.kind.kv_events,
         )
 
 

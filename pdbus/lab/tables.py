@@ -33,6 +33,7 @@ class Column:
     scale: float = 1.0
     unit: str = ""
     closed: bool = False  # it tells methods apart where answers delay requests, and is not shown elsewhere
+    unified: bool = False  # of unified ranks, and not shown where there are none
 
 
 COLUMNS = (
@@ -53,6 +54,7 @@ COLUMNS = (
            "with --concurrency: requests that came, in a second of the time that counts", 2, closed=True),
     Column("goodput_per_s", ("good", "/s"), "of those, the ones within both limits", 2, closed=True),
     Column("prefill_busy", ("busy", ""), "share of the time that prefill ranks computed", 0, 1e2, "%"),
+    Column("unified_busy", ("unified", "busy"), "the same of unified ranks", 0, 1e2, "%", unified=True),
 )  # fmt: skip
 
 
@@ -66,7 +68,9 @@ def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def columns_of(results: Sequence[Result]) -> list[Column]:
     """Return the columns for these results."""
-    return [column for column in COLUMNS if not column.closed or any(result.concurrency for result in results)]
+    closed = any(result.concurrency for result in results)
+    unified = any(not math.isnan(result.summary.unified_busy) for result in results)
+    return [column for column in COLUMNS if (closed or not column.closed) and (unified or not column.unified)]
 
 
 def estimate_of(runs: Sequence[Result], field: str) -> Estimate:

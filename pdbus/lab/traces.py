@@ -68,6 +68,19 @@ class Trace:
         session = self.requests[place].session
         return session if session >= 0 else -1 - place
 
+    def kept_hashes(self) -> list[tuple[int, ...]]:
+        """Return the hashes of the blocks that each request leaves where it is decoded: those of its prompt, and of its
+        output where a later turn of its session goes on from both."""
+        found = [request.hashes for request in self.requests]
+        for request in self.requests:
+            for place in request.after:
+                before = self.requests[place]
+                tokens, known = before.prompt_tokens + before.output_tokens, len(before.hashes)
+                goes_on = request.prompt_tokens >= tokens and request.hashes[:known] == before.hashes
+                if goes_on and known == before.prompt_tokens // self.block_tokens:
+                    found[place] = request.hashes[: tokens // self.block_tokens]
+        return found
+
     def first(self, duration_s: float) -> Trace:
         """Return the trace of the requests in the first `duration_s` seconds. Raises ConfigError for fewer than two, or
         all at one time."""

@@ -131,6 +131,9 @@ def test_markdown() -> None:
         (("--live", "--engine", "vllm", "--engine-args", "'--x"), "--engine-args: No closing quotation"),
         (("--seeds", "0"), "0 is not in the range"),
         (("--ranks", "many"), "'many' is not a valid integer"),
+        (("--ranks", "0"), "--ranks must be at least 1 where there are no --unified-ranks"),
+        (("--unified-ranks", "2", "--ranks", "2"), "--unified-ranks go with --ranks and --decode-ranks together"),
+        (("--live", "--decode-ranks", "0"), "--live needs decode ranks beside prefill ranks"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
@@ -140,6 +143,18 @@ def test_errors_are_one_line_and_exit_2(arguments: tuple[str, ...], says: str) -
     assert done.stderr.startswith("pdbus replay: error: ") or done.stderr.startswith("pdbus: error: ")
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("split", [("--ranks", "1", "--decode-ranks", "1"), ()], ids=["mixture", "unified"])
+def test_unified_nodes_live_and_virtual_side_by_side(split: tuple[str, ...]) -> None:
+    done = replay("--live", "--duration-s", "12", *split, "--unified-ranks", "2", "--load", "0.5", "--methods",
+                  "cache_aware", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    live, virtual = json.loads(done.stdout)["methods"].values()
+    assert live["requests"] == virtual["requests"] > 5
+    assert live["unified_busy"] == pytest.approx(virtual["unified_busy"], abs=0.3)
+    assert live["unified_busy"] > 0 < live["tpot_mean_s"]
+    assert (live["prefill_busy"] is None) == (virtual["prefill_busy"] is None) == (not split)
 
 
 def test_live_nodes_and_virtual_ones_side_by_side() -> None:

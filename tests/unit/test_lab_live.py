@@ -35,6 +35,17 @@ def test_the_controller_gets_the_order_and_its_limits() -> None:
     assert "--tpot-slo-s 0.25" in commands(admitting, LiveEngine())["controller-0"]
 
 
+def test_a_mixture_has_the_launchers_roles_and_the_compared_method_for_two_of_them() -> None:
+    started = commands(LabConfig(ranks=2, decode_ranks=2, unified_ranks=3, unified_kv_tokens=5_000), LiveEngine())
+    assert [*started] == ["broker", "controller-0", "prefill-0/0-1", "decode-0/0-1", "unified-0/0-2"]
+    assert "--prefill-method cache_aware --decode-method total_requests --unified-method" in started["controller-0"]
+    assert "--unified-method cache_aware" in started["controller-0"]
+    assert "--expect prefill --expect decode --expect unified" in started["controller-0"]
+    assert "--kv-tokens 5000 --max-running 256" in started["unified-0/0-2"]
+    alone = commands(LabConfig(ranks=0, decode_ranks=0, unified_ranks=1), LiveEngine("vllm", "smollm2"))
+    assert [*alone] == ["broker", "controller-0", "unified-0/0"]
+
+
 def test_vllm_gets_its_own_arguments_and_none_of_the_timing_model() -> None:
     node = commands(CONFIG, LiveEngine("vllm", "smollm2", ("--dtype", "float32")))["prefill-0/0"]
     assert "--engine vllm --model smollm2" in node

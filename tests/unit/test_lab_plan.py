@@ -105,6 +105,35 @@ def test_the_best_split_may_be_the_last() -> None:
     assert found.tried[0].choice.prefill == 7
 
 
+def test_unified_ranks_are_tried_when_the_split_is_found() -> None:
+    """A quarter, half, three quarters and all of them, beside the best split's own proportion."""
+
+    class Together(Ranks):
+        def result(self, run: Run) -> Result:
+            found = super().result(run)
+            kept = 0.99 if run.config.unified_ranks == 4 else found.summary.slo_attainment
+            return replace(found, summary=replace(found.summary, slo_attainment=kept))
+
+    ranks = Together(best_split=6)
+    found = plan([TRACE, TRACE], 8, LabConfig(), ranks.run, unified=True)
+    tried = [(run.config.unified_ranks, run.config.ranks, run.config.decode_ranks) for run in ranks.steps[-1][::4]]
+    assert tried == [(8, 0, 0), (6, 1, 1), (4, 3, 1), (2, 4, 2)]
+    assert {run.config.queue_order for run in ranks.steps[-1]} == {"slo", "arrival"}
+    assert all(run.config.unified_ranks == 0 for step in ranks.steps[:-1] for run in step)
+    assert len(plan([TRACE], 2, LabConfig(), Together(1).run, unified=True).tried) == 8 + 2
+    best = found.tried[0].choice
+    words = "3 + 1 + 4 unified, total_tokens, "
+    assert str(best).startswith(words)
+    alone = next(each.choice for each in found.tried if each.choice.unified == 8)
+    assert str(replace(alone, queue_order="slo")) == "8 unified, total_tokens, order slo"
+    command = command_of(Found(best, ()), LabConfig())
+    assert "--prefill-method total_tokens --decode-method total_re" in command
+    assert "--unified-method total_tokens" in command
+    assert command_of(Found(replace(alone, queue_order="arrival"), ()), LabConfig()) == (
+        "python -m controller --unified-method total_tokens"
+    )
+
+
 def found(**figures: float) -> Found:
     summary = Summary(**dict.fromkeys((field.name for field in fields(Summary)), 1.0) | figures)
     choice = Choice(1, 1, "cache_aware", "total_tokens", "slo")
