@@ -125,10 +125,12 @@ class Scheduler:
         `first_token`, which is not reported again."""
         sequence = self._sequences[seq]
         assert sequence.phase is Phase.FETCHING, sequence
-        self._hold(sequence, len(sequence.prompt))
+        self._hold(sequence, len(sequence.prompt) - sequence.computed)
         self._expect(sequence, 0)
         sequence.output.append(first_token)
         sequence.phase = Phase.DECODING
+        if sequence.hashes:
+            self._commit(sequence)
 
     def cancel(self, seq: int) -> bool:
         """Remove a sequence and free its blocks (after the running step, if it takes part). Return false when it is

@@ -24,7 +24,8 @@ from pdbus.lab.plan import plan as find
 from pdbus.lab.plots import prepare, write_plan
 from pdbus.lab.tables import COLUMNS, Column, number_or_none, written
 
-_FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "unified_kv_tokens", "chunk_tokens", "report_delay_s",
+_FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "unified_kv_tokens", "chunk_tokens",
+                 "link_s_per_token", "fetch_by_layer", "decode_cache", "report_delay_s",
                  "report_loss", "late_tokens", "overtake_tokens", "seed")  # fmt: skip
 _SHOWN = ("slo_attainment", "ttft_mean_s", "ttft_p99_s", "ttft_p50_s", "tpot_mean_s", "tpot_p99_s", "cache_hit_rate")
 WIDE = 160  # columns of the whole table
@@ -49,6 +50,12 @@ WIDE = 160  # columns of the whole table
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
 @setting("unified_kv_tokens", "KV memory of a unified rank.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
+@setting("link_s_per_token", "Seconds that a KV token takes on a rank's link, which its transfers share; 0: 2.6e-6, or "
+         "what --timing has, whatever else is under way.")  # fmt: skip
+@option("--fetch-by-layer", is_flag=True, show_default=False,
+         help="KV transfers begin with the computation of the prompt, not after it.")  # fmt: skip
+@option("--decode-cache", is_flag=True, show_default=False,
+         help="Decode ranks keep what they fetched and generated, and fetch only what they lack.")  # fmt: skip
 @setting("report_delay_s", "Additional delay of load reports.")
 @setting("report_loss", "Share of reports that never arrive.")
 @setting("late_tokens", "Order slo: a rank with fewer queued tokens gets the next request.")

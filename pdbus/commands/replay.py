@@ -31,9 +31,10 @@ WIDTH = 160  # of a table outside a terminal
 USUAL = LabConfig()
 _FROM_OPTIONS = (
     "unified_ranks", "unified_share", "load", "rate", "warm_up_s", "cache_blocks", "decode_kv_tokens",
-    "unified_kv_tokens", "decode_method", "chunk_tokens", "prefill_running", "decode_running", "unified_running",
-    "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers", "shared_counters", "sent_interval_s",
-    "cache_weight", "late_tokens", "tpot_admission", "overtake_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
+    "unified_kv_tokens", "decode_method", "chunk_tokens", "link_s_per_token", "fetch_by_layer", "decode_cache",
+    "prefill_running", "decode_running", "unified_running", "hop_s", "report_interval_s", "report_delay_s",
+    "report_loss", "controllers", "shared_counters", "sent_interval_s", "cache_weight", "late_tokens",
+    "tpot_admission", "overtake_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
 )  # fmt: skip
 _ASKED = (
     "methods", "queue_order", "seeds", "duration_s", "requests", "sessions", "concurrency", "shrink", "timing",
@@ -74,6 +75,12 @@ class _Command(click.Command):
 @setting("unified_kv_tokens", "KV memory of a unified rank.")
 @setting("decode_method", "Method for decode ranks.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
+@setting("link_s_per_token", "Seconds that a KV token takes on a rank's link, which its transfers share; 0: 2.6e-6, or "
+         "what --timing has, whatever else is under way.")  # fmt: skip
+@option("--fetch-by-layer", is_flag=True, show_default=False,
+         help="KV transfers begin with the computation of the prompt, not after it.")  # fmt: skip
+@option("--decode-cache", is_flag=True, show_default=False,
+         help="Decode ranks keep what they fetched and generated, and fetch only what they lack.")  # fmt: skip
 @setting("prefill_running", "Prompts that a prefill rank runs at once.")
 @setting("decode_running", "Requests that a decode rank runs at once.")
 @setting("unified_running", "Requests that a unified rank runs at once.")

@@ -43,6 +43,9 @@ class LabConfig:
     timing: SimTiming = field(default_factory=SimTiming)  # how long steps take
     first_at_decode: bool = False  # decode ranks make the first token, as in vLLM; ours pass on that of prefill
     kv_fetch_token_s: float = 2.6e-6  # time to fetch the KV cache, per prompt token: 128 KiB at 50 GB/s
+    link_s_per_token: float = 0.0  # on a rank's link, which its transfers share; 0: `kv_fetch_token_s` whatever happens
+    fetch_by_layer: bool = False  # fetches begin with the computation of the prompt, not after it
+    decode_cache: bool = False  # decode ranks keep what they fetched and generated, and fetch only what they lack
     hop_s: float = 0.0005  # one message, one way
     report_interval_s: float = 0.1  # between a rank's load reports
     report_delay_s: float = 0.0  # on top of the hop
@@ -69,7 +72,7 @@ class LabConfig:
                 raise ConfigError(f"{_option(name)} must be at least 1, not {getattr(self, name)}")
         times = ("load", "kv_fetch_token_s", "hop_s", "report_delay_s", "cache_weight", "ranks", "decode_ranks",
                  "unified_ranks", "rate", "concurrency", "warm_up_s", "end_s", "end_requests",
-                 "cache_blocks")  # fmt: skip
+                 "cache_blocks", "link_s_per_token")  # fmt: skip
         for name in times:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_option(name)} must not be negative, not {getattr(self, name)}")
@@ -95,6 +98,11 @@ class LabConfig:
     def prompt_ranks(self) -> int:
         """The number of ranks that compute prompts: prefill and unified ones."""
         return self.ranks + self.unified_ranks
+
+    @property
+    def transfers_differ(self) -> bool:
+        """True where KV transfers are other than whole ones, after the prompt, at one speed: a figure for tables."""
+        return bool(self.link_s_per_token) or self.fetch_by_layer or self.decode_cache
 
     def blocks(self, block_tokens: int) -> int:
         """Return the KV memory of a prefill rank in blocks of `block_tokens` tokens."""

@@ -71,6 +71,8 @@ def run_live(
         raise ConfigError(f"--live runs what a controller can: {', '.join(POLICIES)}, or module:Class of your own")
     if config.ranks and not config.decode_ranks:
         raise ConfigError("--live needs decode ranks beside prefill ranks")
+    if config.transfers_differ:
+        raise ConfigError("--link-s-per-token, --fetch-by-layer and --decode-cache are for virtual time, not --live")
     stretched = stretch(trace, config)
     spec = spec_of(method, config, trace.block_tokens, engine)
     with Cluster(spec, on_progress) as cluster:

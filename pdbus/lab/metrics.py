@@ -42,6 +42,8 @@ class Summary:
     goodput_per_s: float = math.nan  # of those, the ones that kept both limits
     output_tokens_per_s: float = math.nan  # generated for them
     unified_busy: float = math.nan  # share of the time that unified ranks computed
+    fetch_mean_s: float = math.nan  # from a prompt's end until its KV cache is at the decode rank
+    moved_share: float = math.nan  # share of the prompt tokens of pairs whose KV cache moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,9 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
     per_token.sort()
     prompt = sum(course.request.prompt_tokens for course in outcome.courses)
     cached = sum(course.cached_tokens for course in outcome.courses)
+    pairs = [course for course in outcome.courses if course.decode_rank >= 0]
+    fetches = [course.fetched_s - course.prefilled_s for course in pairs if course.moved_tokens]
+    moved, paired = [course.moved_tokens for course in pairs], sum(course.request.prompt_tokens for course in pairs)
     seconds = outcome.until_s - outcome.began_s or math.nan
     queued = sum(map(sum, outcome.load))
     fullest = sum(map(max, outcome.load)) * config.prompt_ranks
@@ -121,6 +126,8 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         goodput_per_s=kept / seconds,
         output_tokens_per_s=sum(course.request.output_tokens for course in outcome.courses) / seconds,
         unified_busy=outcome.unified_busy if config.unified_ranks else math.nan,
+        fetch_mean_s=_mean(fetches) if config.transfers_differ else math.nan,
+        moved_share=sum(moved) / paired if config.transfers_differ and paired else math.nan,
     )
 
 

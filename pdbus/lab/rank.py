@@ -25,8 +25,8 @@ class VirtualRank:
     """A prefill, decode or unified rank. `on_output` gets a sequence's id at the step with a prefill's token or the
     last token of another; `on_first` gets the sequence at a decode's first step, or at the step that ends the prompt of
     a unified one. `on_admitted` gets a decode sequence that has its memory; the caller lets the KV cache travel, then
-    calls `fetched`. `blocks` is the KV memory, in blocks of `block_tokens`; `max_running` are run slots, `chunk_tokens`
-    the most prompt tokens in a step."""
+    calls `fetched`. `on_begun` gets a sequence whose prompt this rank begins to compute. `blocks` is the KV memory, in
+    blocks of `block_tokens`; `max_running` are run slots, `chunk_tokens` the most prompt tokens in a step."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class VirtualRank:
         on_output: Callable[[int], None],
         on_admitted: Callable[[Sequence], None],
         on_first: Callable[[Sequence], None] | None = None,
+        on_begun: Callable[[Sequence], None] | None = None,
         kv_events: bool = False,
     ) -> None:
         self.key = key
@@ -53,6 +54,7 @@ class VirtualRank:
         self._on_output = on_output
         self._on_admitted = on_admitted
         self._on_first = on_first
+        self._on_begun = on_begun
         self.scheduler.first_apart = on_first is not None
         self._stepping = False
         self._run: DecodeRun | None = None
@@ -152,6 +154,9 @@ class VirtualRank:
                 self._run_end = self._loop.call_at(run.ends_s(run.steps), self._run_ended)
             else:
                 self._step(now)
+        if self._on_begun is not None:
+            while self.scheduler.begun:
+                self._on_begun(self.scheduler.begun.popleft())
         for function in self.changed:
             function()
 

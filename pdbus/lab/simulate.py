@@ -2,9 +2,9 @@
 
 A request arrives at one of the controllers, which picks a prefill and a decode rank; both legs travel there; the
 prefill rank computes; its first token goes through the decode rank to the client (unless the decode rank makes it
-itself); the decode rank gets memory, fetches the KV cache and decodes. Or it picks a unified rank, which does all of it
-and sends its tokens to the client. Reports travel back with the configured delay and loss. The same arguments give the
-same outcome.
+itself); the decode rank gets memory, fetches the KV cache (or what it lacks of it) and decodes. Or it picks a unified
+rank, which does all of it and sends its tokens to the client. Reports travel back with the configured delay and loss.
+The same arguments give the same outcome.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pdbus.lab.capacity import stretch
 from pdbus.lab.choosers import LATE, build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
+from pdbus.lab.links import Links
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.reports import Listener, Reports
 from pdbus.lab.traces import Trace, TraceRequest
@@ -51,6 +52,9 @@ class RequestOutcome:
     regret_tokens: int | None = None
     arrived_s: float = float("nan")  # of a later turn of a session: as its session came to it
     unified_rank: int = -1
+    moved_tokens: int = 0  # prompt tokens whose KV cache the decode rank fetched
+    prefilled_s: float = float("nan")  # at the prefill rank
+    fetched_s: float = float("nan")  # at the decode rank
 
 
 @dataclass(slots=True)
@@ -199,8 +203,9 @@ class _Run:
         self.owner = [self.rng.randrange(config.controllers) for _ in self.courses]
         self.rooms = rooms_of(trace, config)
         self.is_unified = unified_of(trace, config)
-        keeps_outputs = config.outputs_cached and config.unified_ranks
+        keeps_outputs = config.outputs_cached and (config.unified_ranks or config.decode_cache)
         self.kept_hashes = trace.kept_hashes() if keeps_outputs else [request.hashes for request in trace.requests]
+        self.links = Links(self.loop, config.link_s_per_token) if config.link_s_per_token else None
         size = trace.block_tokens
         self.prefill = _Truth(
             [self._rank("prefill", n, config.blocks(size), config.prefill_running) for n in range(config.ranks)]
@@ -353,7 +358,8 @@ class _Run:
         if course.decode_rank >= 0:
             self.decode.arrive(course.decode_rank, tokens)
             count = max(1, request.output_tokens) + self.config.first_at_decode  # prefill's token is dropped
-            leg = Sequence(number, range(tokens), count, imported=True, hashes=[])
+            hashes = list(self.kept_hashes[number]) if self.config.decode_cache else []
+            leg = Sequence(number, range(tokens), count, imported=True, hashes=hashes)
             self.decode.ranks[course.decode_rank].ingest(leg, epoch, decode_charge)
         self.prefill.arrive(course.prefill_rank, tokens)
         leg = Sequence(number, range(tokens), 1, hold=True, hashes=list(request.hashes))
@@ -385,25 +391,57 @@ class _Run:
         course, hop_s = self.courses[number], self.config.hop_s
         rank = self.prefill.ranks[course.prefill_rank]
         course.cached_tokens = rank.scheduler.sequence(number).cached_tokens
+        course.prefilled_s = self.loop.now
         if course.decode_rank < 0 or not self.config.first_at_decode:
             course.first_token_s = self.loop.now + (2 * hop_s if course.decode_rank >= 0 else hop_s)
         self.loop.call_later(hop_s, self._prefill_ended, number)
         if course.decode_rank < 0:
             self.loop.call_later(hop_s, self._released, number)
             self._finish(number, course.first_token_s)
-        elif course.request.output_tokens <= 1 and not self.config.first_at_decode:
+        elif not self._decodes(course):
             self.loop.call_later(hop_s, self._never_decoded, number)
-        else:
+        elif not self.config.fetch_by_layer:
             self.loop.call_later(hop_s, self.decode.ranks[course.decode_rank].kv_ready, number)
+        elif course.moved_tokens:  # only its last layer was missing
+            self.loop.call_later(hop_s, self._fetched, number)
+
+    def _decodes(self, course: RequestOutcome) -> bool:
+        return course.request.output_tokens > 1 or self.config.first_at_decode
+
+    def _begun(self, sequence: Sequence) -> None:
+        course = self.courses[sequence.id]
+        if self._decodes(course):
+            self.loop.call_later(self.config.hop_s, self.decode.ranks[course.decode_rank].kv_ready, sequence.id)
 
     def _first(self, sequence: Sequence) -> None:
         self.courses[sequence.id].first_token_s = self.loop.now + self.config.hop_s
 
     def _admitted(self, sequence: Sequence) -> None:
-        fetch_s = 2 * self.config.hop_s + self.config.kv_fetch_token_s * len(sequence.prompt)
-        self.loop.call_later(fetch_s, self._fetched, sequence.id)
+        tokens, hop_s = len(sequence.prompt) - sequence.cached_tokens, self.config.hop_s
+        if self.links is None:
+            fetch_s = 2 * hop_s + self.config.kv_fetch_token_s * tokens
+            self.loop.call_later(fetch_s, self._moved, sequence.id, tokens)
+        else:
+            self.loop.call_later(hop_s, self._send, sequence.id, tokens)
+
+    def _send(self, number: int, tokens: int) -> None:
+        assert self.links is not None
+        course = self.courses[number]
+        source, target = self.prefill.ranks[course.prefill_rank].key, self.decode.ranks[course.decode_rank].key
+        self.links.send(source, target, tokens, self.loop.call_later, self.config.hop_s, self._moved, number, tokens)
+
+    def _moved(self, number: int, tokens: int) -> None:
+        course = self.courses[number]
+        course.moved_tokens = tokens
+        if not math.isnan(course.prefilled_s):
+            whole_s = course.prefilled_s + self.config.hop_s  # its last layer comes at this time
+            if self.loop.now < whole_s:
+                self.loop.call_at(whole_s, self._fetched, number)
+            else:
+                self._fetched(number)
 
     def _fetched(self, number: int) -> None:
+        self.courses[number].fetched_s = self.loop.now
         self.decode.ranks[self.courses[number].decode_rank].fetched(number)
         self.loop.call_later(self.config.hop_s, self._released, number)
 
@@ -528,6 +566,10 @@ class _Run:
         on_first = self._unified_first if role == "unified" else None
         if role == "decode" and self.config.first_at_decode:
             on_first = self._first
+        by_layer = role == "prefill" and self.config.fetch_by_layer and self.config.decode_ranks
+        kv_events = self.kind.kv_events
+        if role == "decode":
+            kv_events = self.config.decode_cache and method_of(self.config.decode_method).kv_events
         return VirtualRank(
             self.loop,
             (role, dp_rank),
@@ -539,7 +581,8 @@ class _Run:
             on_output=on_output[role],
             on_admitted=self._admitted,
             on_first=on_first,
-            kv_events=role != "decode" and self.kind.kv_events,
+            on_begun=self._begun if by_layer else None,
+            kv_events=kv_events,
         )
 
 

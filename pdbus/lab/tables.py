@@ -33,7 +33,7 @@ class Column:
     scale: float = 1.0
     unit: str = ""
     closed: bool = False  # it tells methods apart where answers delay requests, and is not shown elsewhere
-    unified: bool = False  # of unified ranks, and not shown where there are none
+    optional: bool = False  # not shown where no run has this figure
 
 
 COLUMNS = (
@@ -54,7 +54,12 @@ COLUMNS = (
            "with --concurrency: requests that came, in a second of the time that counts", 2, closed=True),
     Column("goodput_per_s", ("good", "/s"), "of those, the ones within both limits", 2, closed=True),
     Column("prefill_busy", ("busy", ""), "share of the time that prefill ranks computed", 0, 1e2, "%"),
-    Column("unified_busy", ("unified", "busy"), "the same of unified ranks", 0, 1e2, "%", unified=True),
+    Column("unified_busy", ("unified", "busy"), "the same of unified ranks", 0, 1e2, "%", optional=True),
+    Column("fetch_mean_s", ("fetch", "mean ms"),
+           "with --link-s-per-token, --fetch-by-layer or --decode-cache: from a prompt's end until its KV cache is at "
+           "the decode rank, milliseconds", 1, 1e3, optional=True),
+    Column("moved_share", ("KV", "moved"), "and the share of the prompt tokens whose KV cache moved", 1, 1e2, "%",
+           optional=True),
 )  # fmt: skip
 
 
@@ -69,8 +74,13 @@ def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
 def columns_of(results: Sequence[Result]) -> list[Column]:
     """Return the columns for these results."""
     closed = any(result.concurrency for result in results)
-    unified = any(not math.isnan(result.summary.unified_busy) for result in results)
-    return [column for column in COLUMNS if (closed or not column.closed) and (unified or not column.unified)]
+
+    def shown(column: Column) -> bool:
+        if column.optional:
+            return any(not math.isnan(getattr(result.summary, column.field)) for result in results)
+        return closed or not column.closed
+
+    return [*filter(shown, COLUMNS)]
 
 
 def estimate_of(runs: Sequence[Result], field: str) -> Estimate:
