@@ -185,7 +185,7 @@ def _show(results: list[Result], title: str, found: dict[str, Any], options: dic
         console.print("wrote " + ", ".join(map(str, [*paths, table])))
 
 
-def _split(options: dict[str, Any]) -> dict[str, int]:
+def _split(options: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of prefill and decode ranks: without either option the defaults, or 0 beside unified ones."""
     defaults = {"ranks": USUAL.ranks, "decode_ranks": USUAL.decode_ranks}
     given = {name: options[name] for name in defaults if options[name] is not None}

@@ -22,7 +22,7 @@ class _Transfer:
     source: MemberKey
     target: MemberKey
     left_s: float  # seconds that the rest would take alone
-    done: Callable[..., None]
+    done: Callable[..., object]
     arguments: tuple[Any, ...]
     sharers: int = 0  # transfers at its busier end, itself included; 0: it has not begun
     since_s: float = 0.0  # when `left_s` and `sharers` were set
@@ -39,7 +39,7 @@ class Links:
         self._received: defaultdict[MemberKey, dict[_Transfer, None]] = defaultdict(dict)  # by target
 
     def send(
-        self, source: MemberKey, target: MemberKey, tokens: int, done: Callable[..., None], *arguments: Any
+        self, source: MemberKey, target: MemberKey, tokens: int, done: Callable[..., object], *arguments: Any
     ) -> None:
         """Begin to move the KV cache of `tokens` tokens between two ranks. `done(*arguments)` is called when all is
         there."""

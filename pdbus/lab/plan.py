@@ -137,10 +137,12 @@ def _mixtures(choice: Choice, ranks: int) -> Iterator[Choice]:
         others = ranks - unified
         if unified and others != 1:
             prefill = min(max(1, round(others * choice.prefill / ranks)), others - 1) if others else 0
-            numbers = {"prefill": prefill, "decode": others - prefill, "unified": unified}
             for order in ORDERS:
                 admission = bool(others) and choice.tpot_admission and order == "slo"
-                yield replace(choice, queue_order=order, tpot_admission=admission, **numbers)
+                yield replace(
+                    choice, prefill=prefill, decode=others - prefill, unified=unified, queue_order=order,
+                    tpot_admission=admission,
+                )  # fmt: skip
 
 
 def _runs(choices: Iterable[Choice], traces: Sequence[Trace], config: LabConfig) -> Iterator[Run]:

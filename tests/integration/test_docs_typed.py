@@ -40,6 +40,8 @@ TYPED = {
     "python -m controller --prefill-method cache_aware": HERE,
     "pdbus plan conversation_trace": HERE,
     "pdbus replay --sessions 200": "tests/integration/test_replay_command.py",
+    "pdbus replay --unified-ranks 8": "tests/integration/test_replay_command.py",
+    "pdbus replay --link-s-per-token": "tests/integration/test_replay_command.py",
     "pdbus serve --front vllm": "tests/real_vllm/test_front_live.py",
     "PDBUS_VLLM_CONTROLLER=tcp": "tests/real_vllm/test_front_live.py",
     "pdbus replay conversation_trace.jsonl --methods all": HERE,

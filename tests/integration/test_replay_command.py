@@ -134,6 +134,7 @@ def test_markdown() -> None:
         (("--ranks", "0"), "--ranks must be at least 1 where there are no --unified-ranks"),
         (("--unified-ranks", "2", "--ranks", "2"), "--unified-ranks go with --ranks and --decode-ranks together"),
         (("--live", "--decode-ranks", "0"), "--live needs decode ranks beside prefill ranks"),
+        (("--live", "--decode-cache"), "--decode-cache are for virtual time, not --live"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
@@ -220,6 +221,21 @@ def test_a_folder_of_sessions_gives_its_table(tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["round_robin"], ["cache_aware"])]
     assert len(rows) >= 2, done.stdout
     assert all(any(word[0].isdigit() for word in row) for row in rows), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("begins", "columns"),
+    [("--unified-ranks", ("unified busy",)), ("--link-s-per-token", ("fetch mean ms", "KV moved"))],
+)
+def test_ranks_and_transfers_as_the_page_has_them(begins: str, columns: tuple[str, ...]) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8").splitlines()
+    (line,) = [each for each in lines if each.startswith(f"    pdbus replay {begins}")]
+    arguments = (*shlex.split(line)[2:], *SHORT, "--methods", "cache_aware", "--markdown")
+    heading, _, row = replay(*arguments).stdout.splitlines()
+    cells = dict(zip(heading.split("|"), row.split("|"), strict=True))
+    for column in columns:
+        assert float(cells[f" {column} "].strip(" %")) > 0
+        assert column not in replay(*SHORT, "--methods", "oracle", "--markdown").stdout
 
 
 def test_live_sessions_come_after_their_answers(tmp_path: Path) -> None:

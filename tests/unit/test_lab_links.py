@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 
 from bus.errors import ConfigError
+from nodes.own.blocks import BlockPool
 from nodes.own.engines.timing import SimTiming
+from nodes.own.sequence import Sequence
 from pdbus.lab.choosers import METHODS
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.links import Links
 from pdbus.lab.live import LiveEngine, run_live
 from pdbus.lab.metrics import summarise
+from pdbus.lab.scheduler import LabScheduler
 from pdbus.lab.sessions import generate_sessions
 from pdbus.lab.simulate import RequestOutcome, simulate
 from pdbus.lab.traces import Trace, TraceRequest
@@ -135,6 +138,15 @@ def test_by_layer_a_fetch_ends_with_the_prompt_or_takes_its_time_from_its_beginn
     assert after.fetched_s - after.prefilled_s == 1.0 + 3 / 64
 
 
+def test_by_layer_the_last_layer_comes_a_hop_after_the_prompts_end() -> None:
+    """The rest is there half a hop sooner: two hops lie before the prompt's beginning, and three before the
+    transfer's, which takes 4 s less 2.5 hops."""
+    hop_s = 1 / 64
+    config = replace(A_STEP, fetch_by_layer=True, link_s_per_token=(4 - 2.5 * hop_s) / 64, hop_s=hop_s)
+    (course,) = outcome_of(config, TraceRequest(0.0, 64, 2))
+    assert (course.prefilled_s, course.fetched_s) == (4 + 2 * hop_s, 4 + 3 * hop_s)
+
+
 def test_by_layer_a_prompt_without_a_second_token_moves_nothing() -> None:
     (course,) = outcome_of(replace(A_STEP, fetch_by_layer=True), TraceRequest(0.0, 64, 1))
     assert (course.moved_tokens, course.finished_s) == (0, 4.0)
@@ -162,6 +174,17 @@ def test_a_decode_rank_fetches_only_what_it_lacks() -> None:
     assert [course.moved_tokens for course in without] == [40, 100]
     in_vain = turns(replace(KEEPING, outputs_cached=False), FIRST, LATER)
     assert [course.moved_tokens for course in in_vain] == [40, 100 - 32]
+
+
+def test_a_prompt_that_is_partly_there_is_held_once() -> None:
+    scheduler = LabScheduler(BlockPool(8, 16), max_running=4, chunk_tokens=64)
+    for number in (1, 2):
+        scheduler.add(Sequence(number, range(40), 2, imported=True, hashes=[7, 8]))
+        assert [each.id for each in scheduler.take_admitted()] == [number]
+        scheduler.start(number, 0)
+        scheduler.validate()
+        assert scheduler.sequence(number).computed == 40
+    assert scheduler.sequence(2).cached_tokens == 32
 
 
 def test_it_keeps_what_it_used_last() -> None:
