@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, Run, result_of, row_of
 from pdbus.lab.config import LabConfig
+from pdbus.lab.keep import keep
 from pdbus.lab.live import LiveEngine, run_live, virtual_twin
 from pdbus.lab.metrics import estimate
 from pdbus.lab.plots import prepare, write_plots
@@ -37,7 +40,7 @@ _FROM_OPTIONS = (
     "tpot_admission", "overtake_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
 )  # fmt: skip
 _ASKED = (
-    "methods", "queue_order", "seeds", "duration_s", "requests", "sessions", "concurrency", "shrink", "timing",
+    "methods", "keep", "queue_order", "seeds", "duration_s", "requests", "sessions", "concurrency", "shrink", "timing",
     "timing_scale", "live", "engine", "model", "engine_args",
 )  # fmt: skip
 
@@ -67,6 +70,9 @@ class _Command(click.Command):
 @option("--concurrency", metavar="N,N,...", default="", show_default=False,
          help="Sessions (or requests) under way, instead of --load: the next starts when one has ended. Several: a row "
          "each.")  # fmt: skip
+@option("--keep", type=click.FloatRange(0, 1, min_open=True), metavar="SHARE", default=None, show_default=False,
+         help="Search the highest rate that keeps this share of the requests within their SLO, for each method and "
+         "seed; from --rate on, or half load.")  # fmt: skip
 @setting("warm_up_s", "Leave the requests of the first seconds out of the figures.")
 @option("--requests", type=click.IntRange(1, 10_000_000), default=None, show_default=False,
          help="Count only so many requests, from the warm-up on.")  # fmt: skip
@@ -142,6 +148,8 @@ def replay(trace: Path | None, **options: Any) -> None:
         for number in _concurrency(options["concurrency"])
     ]
     methods = _methods(options["methods"])
+    if options["keep"] and (options["concurrency"] or options["live"]):
+        raise ConfigError("--keep searches a rate in virtual time: leave out --concurrency and --live")
     engine = _engine(options)
     if options["out"] is not None:
         prepare(options["out"])
@@ -162,7 +170,9 @@ def replay(trace: Path | None, **options: Any) -> None:
             for ordered in orders
             for seed, requests in zip(seeds, traces, strict=True)
         ]
-        results = run_virtual(runs, options["jobs"], console)
+        share = options["keep"]
+        run = partial(run_virtual, jobs=options["jobs"], console=console)
+        results = keep(runs, share, run) if share else run(runs)
     asked = {name: options[name] for name in _ASKED}
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     _show(results, _title(traces, orders, results), found, options, console)
@@ -282,6 +292,8 @@ def _title(traces: list[Trace], orders: list[LabConfig], results: list[Result]) 
     load = f"{config.load:.0%} load" if config.load else "its own rate"
     if config.rate:
         load = f"{config.rate:g} starts/s"
+    if not math.isnan(results[0].summary.kept_rate_per_s):
+        load = "each at its highest rate"
     if config.concurrency:
         under_way = dict.fromkeys(f"{order.concurrency:,}" for order in orders)
         load = f"{', '.join(under_way)} {'sessions' if first.closed else 'requests'} under way"

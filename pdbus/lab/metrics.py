@@ -44,6 +44,8 @@ class Summary:
     unified_busy: float = math.nan  # share of the time that unified ranks computed
     fetch_mean_s: float = math.nan  # from a prompt's end until its KV cache is at the decode rank
     moved_share: float = math.nan  # share of the prompt tokens of pairs whose KV cache moved
+    kept_rate_per_s: float = math.nan  # the highest rate of starts that keeps a wanted share (`pdbus.lab.keep`)
+    kept_ratio: float = math.nan  # that over the first method's, with the same requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from bus.errors import ConfigError
 from pdbus.lab.compare import Result
 from pdbus.lab.metrics import estimate
 from pdbus.lab.plan import Plan
-from pdbus.lab.tables import COLUMNS, by_method, estimate_of, written
+from pdbus.lab.tables import COLUMNS, by_method, estimate_of, merit, written
 
 MAX_COLUMNS = 400
 FEW_TOKENS = 1_000  # shown as empty
@@ -90,7 +90,7 @@ def look_of(method: str) -> dict[str, Any]:
 
 def _best_first(results: Sequence[Result]) -> dict[str, list[Result]]:
     methods = by_method(results)
-    return dict(sorted(methods.items(), key=lambda item: estimate_of(item[1], "ttft_mean_s").mean))
+    return dict(sorted(methods.items(), key=lambda item: merit(item[1])))
 
 
 def _beside(mean: float, half: float, most: float) -> tuple[float, tuple[int, int], str, str]:
@@ -107,11 +107,14 @@ def _beside(mean: float, half: float, most: float) -> tuple[float, tuple[int, in
 def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
     """Draw a dot and its interval for each method and figure, the best method on top."""
     several = max(map(len, methods.values())) > 1
+    first = next(iter(methods.values()))
+    searched = not math.isnan(estimate_of(first, "kept_rate_per_s").mean)
+    marks = (("highest rate/s", "kept_rate_per_s"), *MARKS) if searched else MARKS
     figure, panels = pyplot.subplots(
-        1, len(MARKS), figsize=(10, 1.7 + 0.34 * len(methods)), sharey=True, layout="constrained"
+        1, len(marks), figsize=(10, 1.7 + 0.34 * len(methods)), sharey=True, layout="constrained"
     )
     columns = {column.field: column for column in COLUMNS}
-    for axes, (heading, field) in zip(panels, MARKS, strict=True):
+    for axes, (heading, field) in zip(panels, marks, strict=True):
         column = columns[field]
         bars = []
         for runs in methods.values():
@@ -131,6 +134,8 @@ def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> 
         if field == "slo_attainment":
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
             axes.set_xlabel("requests; further right is better", fontsize=8)
+        elif field == "kept_rate_per_s":
+            axes.set_xlabel("starts a second; further right is better", fontsize=8)
         else:
             axes.set_xlabel("seconds; further left is better", fontsize=8)
         axes.set_title(heading, fontsize=10)

@@ -43,6 +43,11 @@ COLUMNS = (
     Column("tpot_mean_s", ("TPOT", "mean ms"), "a token after the first, milliseconds", 2, 1e3),
     Column("tpot_p99_s", ("TPOT", "p99"), "", 2, 1e3),
     Column("slo_attainment", ("SLO", "kept"), "requests within both --slo-ttft-s and --slo-tpot-s", 1, 1e2, "%"),
+    Column("kept_rate_per_s", ("highest", "rate/s"),
+           "with --keep: the highest rate, in starts a second, that keeps the share; the other figures are those at it",
+           3, optional=True),
+    Column("kept_ratio", ("to the", "first"), "that rate over the first method's, with the same requests", 3,
+           optional=True),
     Column("imbalance", ("imba-", "lance"),
            "tokens queued at the fullest rank over those at the mean rank, over the whole run: 1 is even. Not bad in "
            "itself: where queues are short, one long prompt makes it large", 2),
@@ -88,12 +93,18 @@ def estimate_of(runs: Sequence[Result], field: str) -> Estimate:
     return estimate([getattr(run.summary, field) for run in runs])
 
 
+def merit(runs: Sequence[Result]) -> float:
+    """Return a number by which the best method is the least: the mean TTFT, or the highest rate (negative) where that
+    was searched."""
+    rate = estimate_of(runs, "kept_rate_per_s").mean
+    return estimate_of(runs, "ttft_mean_s").mean if math.isnan(rate) else -rate
+
+
 def table_of(results: Sequence[Result], title: str, width: int) -> Group:
     """Return tables for a terminal of `width` columns, with a row for each method, in the given order and in bold for
-    the best mean TTFT; as many tables as `width` requires."""
+    the best by `merit`; as many tables as `width` requires."""
     methods = by_method(results)
-    means = {method: estimate_of(runs, "ttft_mean_s").mean for method, runs in methods.items()}
-    best = min(means, key=lambda method: means[method]) if len(means) > 1 else None
+    best = min(methods, key=lambda method: merit(methods[method])) if len(methods) > 1 else None
     cells = {column: [_cell(column, runs) for runs in methods.values()] for column in columns_of(results)}
     room = width - 1 - max(map(cell_len, methods)) - PADDING
     tables = []

@@ -41,6 +41,7 @@ TYPED = {
     "pdbus plan conversation_trace": HERE,
     "pdbus replay --sessions 200": "tests/integration/test_replay_command.py",
     "pdbus replay --unified-ranks 8": "tests/integration/test_replay_command.py",
+    "pdbus replay --keep 0.9": "tests/integration/test_replay_command.py",
     "pdbus replay --link-s-per-token": "tests/integration/test_replay_command.py",
     "pdbus serve --front vllm": "tests/real_vllm/test_front_live.py",
     "PDBUS_VLLM_CONTROLLER=tcp": "tests/real_vllm/test_front_live.py",

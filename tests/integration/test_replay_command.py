@@ -124,6 +124,9 @@ def test_markdown() -> None:
         (("--live", "--methods", "oracle"), "--live runs what a controller can"),
         (("--concurrency", "two"), "--concurrency is a number, or some with commas between them"),
         (("--concurrency", "0"), "--concurrency must lie between 1 and 1,000,000"),
+        (("--keep", "0.9", "--live"), "--keep searches a rate in virtual time"),
+        (("--keep", "0.9", "--concurrency", "3"), "--keep searches a rate in virtual time"),
+        (("--keep", "0"), "0 is not in the range"),
         (("--concurrency", "2", "--rate", "1"), "--rate and --concurrency exclude each other"),
         (("tests",), "has no .json file: a folder is read as WEKA's sessions"),
         (("--engine", "vllm"), "--engine vllm is for --live"),
@@ -221,6 +224,21 @@ def test_a_folder_of_sessions_gives_its_table(tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["round_robin"], ["cache_aware"])]
     assert len(rows) >= 2, done.stdout
     assert all(any(word[0].isdigit() for word in row) for row in rows), done.stdout
+
+
+def test_the_highest_rate_as_the_page_has_it(tmp_path: Path) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8").splitlines()
+    (line,) = [each for each in lines if each.startswith("    pdbus replay --keep")]
+    arguments = shlex.split(line.replace("--seeds 5", "--seeds 2"))[2:]
+    done = replay(*arguments, *SHORT, "--ranks", "2", "--decode-ranks", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "each at its highest rate" in done.stdout
+    found = json.loads((tmp_path / "replay.json").read_text())
+    first, second = (found["methods"][method] for method in ("round_robin", "cache_aware"))
+    assert first["kept_ratio"] == 1.0 <= second["kept_ratio"]
+    assert first["kept_rate_per_s"] > 0 < found["half_width_95"]["cache_aware"]["kept_rate_per_s"]
+    assert min(run["slo_attainment"] for run in found["runs"]) >= 0.9
+    assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
