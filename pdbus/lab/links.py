@@ -1,9 +1,9 @@
 """KV caches on their way between ranks. Owns the sharing of links and nothing else: no rank, no message.
 
 A rank has a link that sends and receives at once, each at one speed. Each end divides its speed equally among the
-transfers there, and a transfer goes at the lesser of its two shares. What an end cannot use of a share, because the
-other end is busier, goes to nobody: that is less than max-min fairness would give, but it is exact for one transfer,
-for several at one end, and for one between two busy ends, and a change is felt at its two ends alone.
+transfers there, and a transfer goes at the lesser of its two shares. The rest of the larger share stays unused. That
+is less than max-min fairness would give, but it is exact for one transfer, for several at one end, and for one between
+two busy ends, and a change matters at its two ends alone.
 """
 
 from __future__ import annotations
