@@ -61,8 +61,9 @@ def serve(
     from pdbus.edge.server import listen
     from pdbus.vllm_front.seams import install
 
+    listen(config).close()  # a port that is taken is one line now, before vLLM is imported
     install(settings)
-    with listen(config) as bound:  # a port that is taken is one line now, and 0 becomes a free one
+    with listen(config) as bound:  # 0 becomes a free one
         address = config.address[0], bound.getsockname()[1]
     given = parsed(address, model, arguments, config.drain_s)
     threading.Thread(target=_watch, args=(address, bool(given.ssl_certfile), ready), daemon=True).start()

@@ -7,12 +7,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_venv import python_of
-from front_server import Front
+from front_server import ENV, Front, plugin_path
 from scripted_front import ANSWER, CITIES, FACTS, QUESTION, SCHEMA
 
 pytestmark = pytest.mark.timeout(900)
@@ -98,3 +99,23 @@ def test_a_loop_in_the_shape_of_codex(coder: Front) -> None:
             sent = {name: call[name] for name in ("type", "name", "arguments", "call_id")}
             items += [sent, {"type": "function_call_output", "call_id": call["call_id"], "output": output}]
     raise AssertionError(asked)
+
+
+def test_vllms_own_benchmark_has_no_failed_request(coder: Front, tmp_path: Path) -> None:
+    """Both of its backends at the same time, each with forty requests, eight at a time, of random tokens."""
+    model = coder.log.parent / "model"
+    env = {**os.environ, **ENV, "PYTHONPATH": plugin_path(tmp_path / "plugin")}
+    running = []
+    for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
+        line = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend]
+        line += ["--base-url", f"http://127.0.0.1:{coder.port}", "--endpoint", path, "--model", "coder"]
+        line += ["--tokenizer", str(model), "--dataset-name", "random", "--random-input-len", "200", "--ignore-eos"]
+        line += ["--random-output-len", "16", "--num-prompts", "40", "--max-concurrency", "8", "--disable-tqdm"]
+        line += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", f"{backend}.json"]
+        running.append(subprocess.Popen(line, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    for process, backend in zip(running, ("openai", "openai-chat"), strict=True):
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said[-4000:]
+        result = json.loads((tmp_path / f"{backend}.json").read_text())
+        assert (result["completed"], result["failed"], result["total_output_tokens"]) == (40, 0, 640), said
+        assert result["median_ttft_ms"] > 0

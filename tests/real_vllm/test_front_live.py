@@ -193,6 +193,14 @@ def test_without_a_controller_it_is_unhealthy_and_it_comes_back_by_itself(cluste
     assert (status, said(answer)) == (200, "The capital of France is Paris.")
 
 
+def test_a_port_that_is_taken_is_one_line(cluster: Cluster, served: Front) -> None:
+    line = [sys.executable, "-P", "-m", "pdbus", "serve", "--front", "vllm", "--model", "smollm2"]
+    line += ["--http", str(served.port), "--controller", cluster.controller]
+    ended = subprocess.run(line, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=200)
+    said = f"pdbus: error: cannot listen on {served.port}: Address already in use; choose another --http\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", said)
+
+
 def test_metrics_of_both_are_there(served: Front) -> None:
     text = served.get("/metrics")[1].decode()
     assert 'vllm:request_success_total{engine="0",finished_reason="stop"' in text
