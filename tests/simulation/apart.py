@@ -1,4 +1,4 @@
-"""Trials in a process of their own: they are the same where hashes are."""
+"""A Python process of its own for trials: its hashes are those of every other such process, so trials are the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cuts
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """The exit code of a Python process, and what it said."""
+    """Run Python with these arguments and return its exit code and its output."""
     path = os.pathsep.join(str(cuts.ROOT / each) for each in ("tests", "tests/support"))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`make simulate-mutations`: looks for trials, in small and tight worlds, that break under each mutation.
+"""`make simulate-mutations`: looks for trials, in small, tight and crowded worlds, that break under each mutation.
 
     python -m simulation.hunt                       # all: where they were found last, then seed after seed, until each
                                                     # is found or has cost --cpu-s
@@ -47,13 +47,13 @@ class Hunt:
             if each.name not in self.found and not each.unseen and self.spent.get(each.name, 0.0) < cpu_s
         ]
 
-    def trial(self, seed: int, switch: Switch, wanted: list[int], *, tight: bool = False) -> str:
-        """One seed, and what broke unmutated."""
+    def trial(self, seed: int, switch: Switch, wanted: list[int], how: Any) -> str:
+        """Run one seed, and return what broke unmutated."""
         from simulation.run import name_of, spec_for, trial
 
         began = time.process_time()
         switch.begin(wanted)
-        world, error = trial(spec_for(seed, "tight" if tight else "small"))
+        world, error = trial(spec_for(seed, how))
         broke = "" if error is None else f"{name_of(error)}: {error}"
         switch.says(broke)
         took_s = time.process_time() - began
@@ -81,7 +81,9 @@ def main() -> None:
     parser.add_argument("--cpu-s", type=float, default=600.0, help="for each mutation")
     parser.add_argument("--all-cpu-s", type=float, default=float("inf"), help="for all of them together")
     parser.add_argument("--from", dest="first", type=int, default=1)
-    parser.add_argument("--small", action="store_true", help="in small worlds, not in tight ones")
+    parser.add_argument(
+        "--how", choices=("small", "tight", "crowded"), help="in these worlds; else in two kinds in turn"
+    )
     parser.add_argument("--known", action="store_true", help="at the seeds where they were found, and nowhere else")
     parser.add_argument("--state", type=Path, help="of a hunt that goes on where it was")
     options = parser.parse_args()
@@ -89,15 +91,15 @@ def main() -> None:
     switch = install(mutations)
     hunt = Hunt(mutations, options.state)
     broken: list[str] = []
-    known = sorted({(each.seed, each.tight) for each in mutations if each.seed >= 0})
-    for seed, tight in known if not hunt.next else []:
-        at = [number for number, each in enumerate(mutations) if (each.seed, each.tight) == (seed, tight)]
-        if broke := hunt.trial(seed, switch, at, tight=tight):
+    known = sorted({(each.seed, each.how) for each in mutations if each.seed >= 0})
+    for seed, how in known if not hunt.next else []:
+        at = [number for number, each in enumerate(mutations) if (each.seed, each.how) == (seed, how)]
+        if broke := hunt.trial(seed, switch, at, how):
             broken.append(f"seed {seed}: {broke}")
     while not options.known and (wanted := hunt.left(options.cpu_s)) and _cpu_s() < options.all_cpu_s:
         seed = max(options.first, hunt.next)
         hunt.next = seed + 1
-        if broke := hunt.trial(seed, switch, wanted, tight=not options.small):
+        if broke := hunt.trial(seed, switch, wanted, options.how or ("tight", "crowded")[seed % 2]):
             broken.append(f"seed {seed}: {broke}")
             print(f"UNMUTATED {broken[-1][:400]}", flush=True)
     looked_for = [each for each in mutations if not each.unseen and (each.seed >= 0 or not options.known)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 UNREAD_S = 12.0  # a leg whose client has gone ends before
 SILENCE_S = 8.0  # a stream that shows no sign of life for so long is given up before
-ANSWERED_S = 2.5  # a controller has said by then that a request waits
+ANSWERED_S = 0.5  # a controller has said by then that a request waits
 KEPT_S = 15.0  # a message may wait for so long at a process that is paused
 AWAKE_S = 1.0  # a process that was paused has looked at all that came meanwhile
 
@@ -39,8 +39,10 @@ def at_any_moment(world: World) -> None:
         if isinstance(process, ControllerProcess):
             _estimates(process)
             _requests(world, process)
+            _apart(world, process)
         elif isinstance(process, NodeProcess):
             _readers(world, process)
+            _acknowledged(world, process)
         elif isinstance(process, ClientProcess):
             _tries(world, process)
 
@@ -81,7 +83,7 @@ def _requests(world: World, controller: ControllerProcess) -> None:
     core = controller.part.core
     life = core.life
     for request in life.requests.values():
-        if world.ledger and request.losses > _deaths(world, request.rid):
+        if world.knows_all_faults and request.losses > _deaths(world, request.rid):
             raise Broken("a loss is a rank that died", f"{controller.name}: {request.losses} of {request}", request.rid)
         if request.lane is not None and core.config.queue_order == "slo" and request.work != _work(core, request):
             raise Broken("the queue knows what each is to compute", f"{controller.name}: {request.work}", request.rid)
@@ -91,7 +93,7 @@ def _requests(world: World, controller: ControllerProcess) -> None:
             if leg.state.value == "running" and core.table.ranks.get(leg.rank.key) is not leg.rank:
                 raise Broken("no request waits for a rank that is gone", f"{controller.name}: {request}", request.rid)
     for rid, (_, losses) in life.table._losses.items():
-        if world.ledger and not 0 < losses <= _deaths(world, rid):
+        if world.knows_all_faults and not 0 < losses <= _deaths(world, rid):
             raise Broken("a loss is a rank that died", f"{controller.name}: {losses} of {rid}, which is over", rid)
     for rid, held in life.table.orphans._held.items():
         live = life.requests.get(rid)
@@ -105,6 +107,24 @@ def _requests(world: World, controller: ControllerProcess) -> None:
         most = max(life.table._of_client.values(), default=0)
         if most > core.config.client_requests:
             raise Broken("a client has so many requests", f"{controller.name}: one has {most}")
+
+
+def _apart(world: World, controller: ControllerProcess) -> None:
+    """What comes again after ranks may have died of it is marked, so that it shares no rank with another such one."""
+    life, few = controller.part.core.life, max(2, controller.part.core.config.attempts - 1)
+    deadly = world.deadly.get((controller.name, controller.starts), {})
+    for rid, request in life.requests.items():
+        offset = request.submit.offset
+        if deadly.get(rid) == offset and life.losses.of(request) >= few and not request.apart:
+            raise Broken("what may kill ranks is kept apart", f"{controller.name}: {request}", rid)
+    unclear = life.losses.unclear
+    known = {rid: offset for lost in unclear.at.values() for rid, offset in lost.items()}
+    known |= {rid: offset for rid, (offset, _) in life.table._losses.items()}
+    world.deadly[controller.name, controller.starts] = {
+        rid: offset
+        for rid, offset in known.items()
+        if rid not in life.requests and life.table._losses.get(rid, (offset, 0))[1] + unclear.count(rid, offset) >= few
+    }
 
 
 def _deaths(world: World, rid: str) -> int:
@@ -139,9 +159,23 @@ def _readers(world: World, node: NodeProcess) -> None:
                 raise Broken("an unread leg ends", what, leg.rid)
 
 
+def _acknowledged(world: World, node: NodeProcess) -> None:
+    """Each dispatch that came is acknowledged, also one that was refused."""
+    for number, rank in node.part.host.ranks.items():
+        for epoch, (last, _) in rank.core.reports._acks.items():
+            came, when, socket = world.came.get((node.name, node.starts, number, epoch), (0, 0.0, None))
+            if came > last and not socket.closed and world.now - max(when, node.paused_until) > AWAKE_S:
+                why = f"{node.name}/{number} acknowledges {last}, number {came} came at {when:.3f}"
+                raise Broken("each dispatch that comes is acknowledged", why)
+
+
 def _tries(world: World, client: ClientProcess) -> None:
-    """Who has to try again does so when that is due; who hears nothing of its rank looks for another."""
+    """Who has to try again does so when that is due; who hears nothing of its rank looks for another; and a stream
+    fails by the word of the rank that it is read from."""
     for request in client.traffic._core._requests.values():
+        told = client.name, request.endpoint, request.rid, request.attached
+        if request.state is State.AWAITING_VERDICT and told not in world.failures:
+            raise Broken("a stream fails by its own rank's word", f"{client.name}: {request}", request.rid)
         if request.state is State.BACKOFF and request.due_at < world.now - AWAKE_S:
             raise Broken("a try waits its time", f"{client.name}: {request}, due at {request.due_at}", request.rid)
         if request.state is State.RUNNING and request.endpoint:
@@ -161,12 +195,35 @@ def arrives(world: World, pipe: Pipe, frames: Frames) -> None:
     if hearer is None:
         return
     if isinstance(hearer, ClientProcess):
-        world.spoke[pipe.peer.socket.endpoint, hearer.name] = world.now  # type: ignore[union-attr]
+        endpoint = pipe.peer.socket.endpoint  # type: ignore[union-attr]
+        world.spoke[endpoint, hearer.name] = world.now
+        if frames[0][:16].find(b"tokens") > 0:
+            _, rid, attempt, _, _, finish, *_ = [*message_in(frames), ""]
+            if finish not in ("", "stop", "length"):
+                world.failures.add((hearer.name, endpoint, rid, attempt))
     elif isinstance(speaker, ControllerProcess) and hearer.kind == "node":
         if frames[0][:16].find(b"cancel_leg") > 0:
             _given_up(world, speaker, hearer, pipe, frames)
         elif frames[0][:16].find(b"dispatch") > 0:
-            world.dispatched.setdefault(message_in(frames)[1], world.now)
+            _dispatched(world, speaker, hearer, pipe, frames)
+
+
+def _dispatched(world: World, controller: ControllerProcess, node: NodeProcess, pipe: Pipe, frames: Frames) -> None:
+    """Its dispatches are counted; and of a request that was submitted again each try has a number of its own."""
+    _, rid, attempt, leg, dp_rank, epoch, number, _, _, _, _, room = [*message_in(frames), *([None] * 12)][:12]
+    world.dispatched.setdefault(rid, world.now)
+    if not node.alive:
+        return
+    key = node.name, node.starts, dp_rank, epoch
+    world.came[key] = max(world.came.get(key, (0,))[0], number), max(world.now, node.paused_until), pipe.peer.socket  # type: ignore[union-attr]
+    live = controller.part.core.life.requests.get(rid) if controller.alive else None
+    if live is None or live.attempt != attempt or live.submit.bootstrap_room != room:
+        return
+    submitted, before = world.tries.setdefault(
+        (controller.name, controller.starts, rid, room, attempt, leg), (live.submit.attempt, number)
+    )
+    if number != before and live.submit.attempt > submitted:
+        raise Broken("each try has a number of its own", f"{controller.name}: {live}, dispatched before", rid)
 
 
 def _given_up(world: World, controller: ControllerProcess, node: NodeProcess, pipe: Pipe, frames: Frames) -> None:
@@ -214,15 +271,16 @@ def end(world: World, asked: Asked) -> None:
     """`ran` says whether a rank may have had it, where nothing went wrong."""
     result = asked.result
     assert result is not None
-    if asked.spec.rid or world.now - asked.began < 0.1:
+    dispatched, lived_s = world.dispatched.get(asked.rid), world.now - asked.began
+    turned_down = result.code == "too_many" and dispatched is None
+    if asked.spec.rid or (lived_s < 0.1 and not turned_down):
         return
-    dispatched = world.dispatched.get(asked.rid)
     late = dispatched is not None and dispatched < world.now - 0.05
-    never = dispatched is None and world.now - asked.began > ANSWERED_S
+    never = dispatched is None and (turned_down or lived_s > ANSWERED_S)
     if world.befell:  # then what its controller knows counts, if nothing is wrong between client and controllers
         asks = [name for name in world.by_name if name.startswith(("client", "controller"))]
         calm = not any(world.felt(name) for name in asks) and asked.spec.prefill_controller < 0
-        turned_down = result.code == "too_many" or (never and _waits(world, asked.rid))
+        turned_down = turned_down or (never and _waits(world, asked.rid))
         late, never = False, calm and result.attempts == 1 and turned_down
     if (late and not result.ran) or (never and result.ran):
         raise Broken("it says whether it ran", f"{asked.rid}: ran {result.ran}, dispatched at {dispatched}", asked.rid)

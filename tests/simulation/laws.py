@@ -29,6 +29,7 @@ QUICK = frozenset({"crash", "reset_one", "reset_all", "leave", "drain", "fail_st
 FEW = 5  # tries that one of these may cost, where the cluster does not lack ranks
 LOAD = frozenset({"overloaded", "no_rank", "too_many", "rank_unavailable", "draining"})  # it does
 WAITS_S = 2.0  # beside a rank that would take it
+TOLD_S = 0.5  # until a start of a rank leaves that a later one has replaced
 KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what runs
 RECENT_S = 8.0  # after its end a fault is no reason any more for a try that fails
 SILENT_S = 5.0
@@ -48,7 +49,7 @@ class Output:
         self.ids: list[int] = []
 
     def take(self, ids: tuple[int, ...], salts: set[int]) -> bool:
-        """Whether they may follow."""
+        """Add tokens and return true, or return false at the first that may not follow."""
         for token in ids:
             if (token - SPECIALS - self._state) % (VOCAB - SPECIALS) not in salts:
                 return False
@@ -58,7 +59,7 @@ class Output:
 
 
 def end(world: World, asked: Asked) -> None:
-    """A request has ended: may it, like this?"""
+    """Check that a request may end like this."""
     result, spec = asked.result, asked.spec
     assert result is not None
     lived_s = world.now - asked.began
@@ -127,7 +128,7 @@ def _is_quick(felt: list[Fault]) -> bool:
 
 
 def _no_cause(world: World, asked: Asked, code: str) -> str:
-    """Why nothing that the client did can have ended it with `code`; empty: something may, or other parts decide."""
+    """Return why nothing that its caller did can have ended it with `code`; empty: something may have."""
     if code in NEVER:
         return "nothing is wrong with it"
     if code == "cancelled" and not asked.cancelled:
@@ -145,7 +146,7 @@ def _felt(world: World, asked: Asked) -> list[Fault]:
 
 
 def end_unread(world: World, asked: Asked, code: str) -> None:
-    """A dispatch has ended with `code`: may it? Its tokens are read elsewhere."""
+    """Check that a dispatch may end with `code`. Its tokens are read elsewhere."""
     why = _no_cause(world, asked, code)
     if not why and code not in ("ok", "cancelled", "deadline", "duplicate_rid") and not _felt(world, asked):
         why = "nothing has befallen anybody"
@@ -202,27 +203,37 @@ def _agreement(world: World) -> None:
                 leg = legs.get(rid)
                 if leg is None or leg.attempt != request.attempt:
                     odd[controller.name, key, rid, request.attempt] = f"{controller.name} takes it for running at {key}"
-    if all(_steady(world, each) for each in world.processes) and not any(
-        fault.kind in FORGET and until > now for _, until, fault in world.befell
-    ):
-        attempts = _attempts(world) if world.ledger else {}
+            for leg in legs:
+                request = core.life.requests.get(leg.rid)
+                if request is None or not request.legs or leg.attempt >= request.attempt:
+                    continue
+                if leg.submit_room == request.submit.bootstrap_room:
+                    what = f"{key} runs it beside attempt {request.attempt} of {controller.name}"
+                    odd[controller.name, key, leg.rid, leg.attempt] = what
+    forgetful = {fault.who for _, until, fault in world.befell if fault.kind in FORGET and until > now}
+    asks = [each for each in world.processes if each.kind not in ("node", "broker")]
+    if all(_steady(world, each) and each.name not in forgetful for each in asks):
+        attempts = _attempts(world) if world.knows_all_faults else {}
         for key, (node, rank) in ranks.items():
+            if node.name.partition("'")[0] in forgetful:
+                continue
             for rid, leg in ((leg.rid, leg) for leg in rank.core.legs if leg.role != "prefill"):
                 if rid not in wanted:
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs it for nobody at {key}: {leg}"
                 elif leg.attempt not in attempts.get(rid, (leg.attempt,)):
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs what was given up at {key}: {leg}"
-    if world.ledger and all(_steady(world, each) for each in world.processes):
+    if world.knows_all_faults and all(_steady(world, each) for each in world.controllers):
         odd |= _twins(world)
-    if world.ledger and not any(until > now for _, until, _ in world.befell):
+    if world.knows_all_faults and not any(until > now for _, until, _ in world.befell):
         odd |= _kept(ranks, {asked.rid for asked in world.asked if asked.lives})
     odd |= _on_the_way(world, ranks)
     for each in list(world.odd):
         if each not in odd:
             del world.odd[each]
     for each, what in odd.items():
-        if now - world.odd.setdefault(each, now) > KNOWS_S:
-            raise Broken("controllers and ranks agree", f"{each[2]}, attempt {each[3]}: {what}", each[2])
+        if now - world.odd.setdefault(each, now) > (TOLD_S if each[0] == "twins" else KNOWS_S):
+            whose = f"{each[2]}, attempt {each[3]}: " if each[2] else ""
+            raise Broken("controllers and ranks agree", f"{whose}{what}", each[2])
 
 
 def _attempts(world: World) -> dict[str, set[int]]:
@@ -239,10 +250,10 @@ def _attempts(world: World) -> dict[str, set[int]]:
 
 
 def _twins(world: World) -> dict[tuple[Any, ...], str]:
-    """Return ranks of which two starts serve."""
+    """Return ranks of which two starts serve, where controllers reach both."""
     serving: dict[tuple[str, int], list[str]] = {}
     for node in world.nodes:
-        if node.alive and node.ready:
+        if node.alive and node.ready and _steady(world, node):
             for number, rank in node.part.host.ranks.items():
                 if rank.state == "ready" and node.part.host.serving:
                     serving.setdefault((node.config.instance, number), []).append(node.name)
@@ -260,7 +271,7 @@ def _kept(ranks: Ranks, wanted: set[str]) -> dict[tuple[Any, ...], str]:
 
 
 def _on_the_way(world: World, ranks: Ranks) -> dict[tuple[Any, ...], str]:
-    """Dispatches that a controller takes for unread, though it has sent nothing since."""
+    """Return dispatches that a controller takes for unread, though it has sent nothing since."""
     odd: dict[tuple[Any, ...], str] = {}
     for controller in world.controllers:
         for key, load in controller.part.core.table.ranks.items() if controller.alive else ():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class Mutation:
     """In the source of `symbol` `old` becomes `new`; `defect` is what users saw of it. `seed`: a trial that is known to
-    break under it, tried first, of a small world or a `tight` one. `unseen`: why none can."""
+    break under it, tried first, in worlds of the kind `how`. `unseen`: why none can."""
 
     name: str
     defect: str
@@ -17,7 +18,7 @@ class Mutation:
     new: str
     seed: int = -1
     unseen: str = ""
-    tight: bool = False
+    how: Literal["small", "tight", "crowded"] = "small"
 
     @property
     def module(self) -> str:

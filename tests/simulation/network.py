@@ -146,6 +146,7 @@ class Network:
         self.cut: dict[tuple[str, str], float] = {}  # (from, to) process: until when nothing passes
         self.slow: dict[str, tuple[float, float]] = {}  # process: seconds added to what it sends, and until when
         self.banned: set[str] = set()  # processes whose key is on no list
+        self.kernel = KERNEL
         self.lost = 0  # messages that were on their way when their connection ended
         self.passes: Callable[[Pipe, Frames], Frames | None] | None = None  # what becomes of one that arrives
         self.on_message: Callable[[Pipe, Frames], None] | None = None  # who watches hears of each that arrives
@@ -186,7 +187,7 @@ class Network:
         peer = pipe.peer
         if peer is None:
             return
-        room = peer.socket.unread + KERNEL - len(peer.inbox) - len(pipe.flight)
+        room = peer.socket.unread + self.kernel - len(peer.inbox) - len(pipe.flight)
         now = self.clock()
         while pipe.outbox and room > 0:
             room -= 1

@@ -21,26 +21,29 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from simulation.broken import Broken
+from simulation.crowded import draw_crowded
 from simulation.small import draw_small
 from simulation.spec import FAULTS, Spec, draw
 from simulation.story import told
 from simulation.tight import draw_tight
 from simulation.world import World
 
-How: TypeAlias = Literal["", "plain", "guests", "small", "tight"]
+How: TypeAlias = Literal["", "plain", "guests", "small", "tight", "crowded"]
+DRAWS: dict[str, Callable[[int], Spec]] = {"small": draw_small, "tight": draw_tight, "crowded": draw_crowded}
 MEET_S = 5.0  # two faults have met when one began so soon after the other
 TRIES = 150  # of smaller schedules, to minimize one
 
 
 def spec_for(seed: int, how: How = "") -> Spec:
-    """The trial of `seed` in a world of this kind."""
-    if how in ("small", "tight"):
-        return draw_small(seed) if how == "small" else draw_tight(seed)
+    """Return the trial of `seed` in a world of this kind."""
+    if how in DRAWS:
+        return DRAWS[how](seed)
     return draw(seed, how != "plain", how == "guests")
 
 
 def trial(spec: Spec, hears: Callable[..., None] | None = None) -> tuple[World, BaseException | None]:
-    """The world as it was at the end, and what broke. `hears(world, pipe, frames)` is told of each message."""
+    """Run a trial; return the world as it was at the end, and what broke. `hears(world, pipe, frames)` is told of each
+    message."""
     world = World(spec)
     if hears is not None:
         world.network.on_message = partial(hears, world)
@@ -52,7 +55,7 @@ def trial(spec: Spec, hears: Callable[..., None] | None = None) -> tuple[World, 
 
 
 def name_of(error: BaseException) -> str:
-    """What broke, whatever the numbers: the law, or where an exception came from."""
+    """Return what broke, whatever the numbers: the law, or the place of an exception."""
     if isinstance(error, Broken):
         return error.law
     trace = error.__traceback__
@@ -63,7 +66,7 @@ def name_of(error: BaseException) -> str:
 
 
 def minimized(spec: Spec, name: str) -> Spec:
-    """The same break with as few faults and requests as can be found in TRIES trials."""
+    """Return the trial with as few faults and requests as TRIES trials show to break in the same way."""
     tries = 0
 
     def breaks(smaller: Spec) -> bool:
@@ -133,6 +136,7 @@ def main() -> None:
         ("guests", "with what others embed: dispatchers, resolvers, links"),
         ("small", "small worlds, where faults meet often"),
         ("tight", "small worlds whose faults meet a request at a moment of its life"),
+        ("crowded", "small worlds of full ranks and long requests, whose processes lose several others at once"),
     ):
         kinds.add_argument(f"--{kind}", dest="how", action="store_const", const=kind, default="", help=what)
     parser.add_argument("--story", action="store_true", help="tell what happened, break or not")

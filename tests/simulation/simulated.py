@@ -35,7 +35,7 @@ class SimulatedStage:
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         self.shape = shape
         self.world = World(spec_of(shape, seed))
-        self.world.ledger = False
+        self.world.knows_all_faults = False
         self._lasting: set[tuple[str, ...]] = set()
 
     def start(self, joined: bool) -> None:

@@ -9,6 +9,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from simulation.network import KERNEL
+
 Kind = Literal[
     "crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave", "hang", "fail_steps",
     "clock", "twice", "flap", "revoke", "sever", "damage", "drop",
@@ -111,6 +113,7 @@ class Spec:
     quiet_s: float = 12.0
     guests: tuple[Guest, ...] = ()
     keyed: bool = False  # each process proves a key, and clients have one each
+    kernel: int = KERNEL  # messages that kernels hold of a connection: few where prompts are large
 
     @property
     def bound_s(self) -> float:

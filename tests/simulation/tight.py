@@ -64,7 +64,8 @@ def _namesake(spec: Spec, requests: list[RequestSpec], number: int, rng: random.
 
 
 def _fault(spec: Spec, request: RequestSpec, at_s: float, kind: Kind, rng: random.Random) -> Fault | None:
-    """To one of those that the request passes; None: to none of them."""
+    """Return a fault of a process that the request passes, or of the way between two; None if both ends were drawn
+    alike."""
     nodes = [node.name for node in spec.nodes]
     controllers = [f"controller-{request.controller}", f"controller-{max(0, request.prefill_controller)}"]
     client, controller, node = f"client-{request.client}", rng.choice(controllers), rng.choice(nodes)

@@ -89,11 +89,12 @@ class World:
         self.hwm = spec.hwm
         self.running: Any = None
         self.network = Network(lambda: self.now, self.at, random.Random(f"{spec.seed} network"))
+        self.network.kernel = spec.kernel
         self.network.passes = self._passes
         self.network.sockets = lambda: [socket for process in self.processes for socket in process.open_sockets]
         self.asked: list[Asked] = []
         self.counts: Counter[str] = Counter()
-        self.ledger = True  # whether `befell` has all that befalls
+        self.knows_all_faults = True  # `befell` has each one
         self.befell: list[tuple[float, float, Fault]] = []  # from when, until when it may be felt
         self.odd: dict[tuple[Any, ...], float] = {}  # what controllers and ranks do not agree on, and since when
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -105,6 +106,10 @@ class World:
         self.spoke: dict[tuple[str, str], float] = {}  # (endpoint of a node, client): when something came last
         self.attached: dict[tuple[str, str, int], float] = {}  # (client, rid, attempt): since when it reads
         self.dispatched: dict[str, float] = {}  # by rid, when a rank had it first
+        self.came: dict[tuple[Any, ...], tuple[int, float, Any]] = {}  # (node, start, rank, controller's epoch): last
+        self.tries: dict[tuple[Any, ...], tuple[int, int]] = {}  # (controller, start, rid, room, attempt, leg)
+        self.failures: set[tuple[str, str, str, int]] = set()  # (client, endpoint, rid, attempt): a stream has failed
+        self.deadly: dict[tuple[str, int], dict[str, int]] = {}  # (controller, start): rids, and their offsets
         self.given_up: dict[tuple[int, str], list[tuple[int, float]]] = {}  # (start of a rank, rid): attempts, when
         self._dropping: dict[str, float] = {}  # processes whose tokens and KV blocks get lost, and until when
         self._damaging: dict[str, float] = {}  # processes whose KV blocks are, and until when
@@ -269,7 +274,7 @@ class World:
             resolver.want(room, self.rng.randrange(size) if told else None, self.rng.choice((0.5, 2.0, 5.0)))
 
     def _ask_otherwise(self, spec: RequestSpec, process: Process) -> None:
-        """A dispatcher asks, or a client of another make. It draws the rid, for each has a table of its own."""
+        """Have a dispatcher or a client of another make ask. The rid is drawn here, for each has a table of its own."""
         if process.paused_until > self.now:
             return
         asked = Asked(self, spec)
@@ -291,7 +296,7 @@ class World:
     def _cancel(self, client: ClientProcess, asked: Asked) -> None:
         if isinstance(client, EdgeProcess):
             client.call(lambda: client.drop(asked) if asked.lives else None)
-        elif not asked.abandoned:  # who reads a stream closes it, also one that has ended
+        elif not asked.abandoned:  # a reader closes its stream, also one that has ended
             asked.cancelled = asked.cancelled or asked.result is None
             client.call(lambda: client.traffic.cancel(asked.rid, asked.update))
 
@@ -376,7 +381,7 @@ class World:
         self.befell.append((self.now, self.now + lasts_s + laws.TAIL_S, fault))
 
     def _flap(self, process: Process, until: float) -> None:
-        """What is sent while its connections stall is lost with them."""
+        """Stall its connections for a moment and reset them, over and over; what was sent meanwhile is lost."""
         stall_s = self.rng.uniform(*STALL_S)
         for pipe in self.network.connections(process):
             self.network.stall(pipe, self.now + stall_s)
@@ -386,7 +391,7 @@ class World:
             self.at(again, lambda: self._flap(process, until))
 
     def _revoke(self, process: Process, for_s: float) -> None:
-        """Others let go of it within two looks at their lists. It is started again once it has a key that is listed."""
+        """Take its key off the lists: others let go of it soon. It is started again once its key is listed."""
 
         def let_go() -> None:
             self.network.banned.add(process.name)
@@ -406,12 +411,12 @@ class World:
             self.at(self.now + low + (high - low) * self.rng.random(), let_go)
 
     def _between(self, process: Process, other: str) -> list[Pipe]:
-        """Its connections, or those with `other`."""
+        """Return its connections, or those with `other`."""
         ends = [(pipe, pipe.peer) for pipe in self.network.connections(process)]
         return [a for a, b in ends if b is not None and other in ("", a.socket.process.name, b.socket.process.name)]
 
     def _passes(self, pipe: Pipe, frames: list[bytes]) -> list[bytes] | None:
-        """What arrives of a message; None: nothing."""
+        """Return what arrives of a message; None: nothing does."""
         name = pipe.socket.process.name
         if self._damaging.get(name, 0.0) > self.now and message_in(frames)[0] == "kv_block" and self.rng.random() < 0.5:
             *first, data = frames
@@ -450,7 +455,7 @@ class World:
         twin.start()
 
     def node_left(self, node: Any) -> None:
-        """It was drained, has failed, or was replaced, which who supervises it leaves at that."""
+        """Start a node again that was drained or has failed; one that was replaced stays away."""
         node.replaced = isinstance(node.failure, Replaced)
         for number, rank in node.part.host.ranks.items():
             self.goodbyes[node.config.instance, number, rank.epoch] = self.now
@@ -458,7 +463,7 @@ class World:
             self._restart(node)
 
     def _silent(self, until: Callable[[], float], between: list[tuple[Process, Process | None]]) -> None:
-        """Over tcp who hears nothing for SILENCE_S gives the connection up."""
+        """Reset connections over tcp that are silent for SILENCE_S, as their ends do."""
 
         def look() -> None:
             if until() <= self.now:

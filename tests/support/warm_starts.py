@@ -211,7 +211,7 @@ def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def answer(asked: socket.socket, request: Request, streams: Sequence[int]) -> int:
-    """The pid of what a server has started; 0 where it has not."""
+    """Ask a server to start something; return its pid, 0 if nothing was started."""
     try:
         socket.send_fds(asked, [json.dumps(request).encode()], streams)
     except OSError:  # the request is too long, or no server is there
@@ -262,7 +262,7 @@ def main(prepare: Callable[[], list[random.Random]]) -> None:
 
 
 def settle() -> None:
-    """Have nothing left, after imports, that each fork would do again."""
+    """Flush and collect, after imports, what each fork would flush and collect again."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each fork writes what was said there
     gc.collect()
