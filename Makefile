@@ -301,6 +301,7 @@ test-simulation: setup ## Four CPU minutes of simulated clusters (always the sam
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --small" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --tight" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --crowded" JOBS=2 CPU_S=20
+	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.hunt --known
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.play --each 4
 
 mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whether a test notices each

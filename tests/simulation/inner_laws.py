@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 UNREAD_S = 12.0  # a leg whose client has gone ends before
 SILENCE_S = 8.0  # a stream that shows no sign of life for so long is given up before
-ANSWERED_S = 0.5  # a controller has said by then that a request waits
+ANSWERED_S = 1.5  # a controller has said by then that a request waits
 KEPT_S = 15.0  # a message may wait for so long at a process that is paused
 AWAKE_S = 1.0  # a process that was paused has looked at all that came meanwhile
 
@@ -101,7 +101,9 @@ def _requests(world: World, controller: ControllerProcess) -> None:
             continue
         for each in held:
             pulse = core.health.liveness.get(each.rank.key)
-            if pulse is not None and pulse.epoch == each.rank.epoch and pulse.hello_at < live.legs[0].began:
+            if pulse is None or pulse.epoch != each.rank.epoch or pulse.hello_at >= live.legs[0].began:
+                continue
+            if _runs(world, each.rank, rid, each.attempt):
                 raise Broken("what still runs is taken over, or ends", f"{controller.name}: {rid} at {each}", rid)
     if not world.befell:  # who comes back over another connection brings what it has
         most = max(life.table._of_client.values(), default=0)
@@ -125,6 +127,13 @@ def _apart(world: World, controller: ControllerProcess) -> None:
         for rid, offset in known.items()
         if rid not in life.requests and life.table._losses.get(rid, (offset, 0))[1] + unclear.count(rid, offset) >= few
     }
+
+
+def _runs(world: World, rank: Any, rid: str, attempt: int) -> bool:
+    """Return whether a rank, as a controller knows it, runs this attempt."""
+    ranks = [rank for node in world.nodes if node.alive for rank in node.part.host.ranks.values()]
+    legs = [each.core.legs.get(rid) for each in ranks if each.epoch == rank.epoch]
+    return any(leg is not None and leg.attempt == attempt for leg in legs)
 
 
 def _deaths(world: World, rid: str) -> int:
