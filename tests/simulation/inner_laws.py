@@ -103,7 +103,7 @@ def _requests(world: World, controller: ControllerProcess) -> None:
             pulse = core.health.liveness.get(each.rank.key)
             if pulse is None or pulse.epoch != each.rank.epoch or pulse.hello_at >= live.legs[0].began:
                 continue
-            if _runs(world, each.rank, rid, each.attempt):
+            if live.tries <= 1 or _runs(world, each.rank, rid, each.attempt):  # a later try asks for none
                 raise Broken("what still runs is taken over, or ends", f"{controller.name}: {rid} at {each}", rid)
     if not world.befell:  # who comes back over another connection brings what it has
         most = max(life.table._of_client.values(), default=0)

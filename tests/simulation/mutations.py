@@ -29,7 +29,7 @@ MUTATIONS = (
     Mutation("untold-cancels", "a cancel that met a dead connection is forgotten",
              "controller.requests.losses:Losses.untold", "if not cancel.if_unfetched:", "if False:"),
     Mutation("older-adopted", "after a restart an older attempt wins",
-             "controller.requests.attempts:Attempts._adopt_orphans", "attempt = max([", "attempt = min(["),
+             "controller.requests.attempts:Attempts._adopt_orphans", "attempt = max([", "attempt = min([", seed=154, how="crowded"),
     Mutation("lanes-starve", "a request waits beside a rank that would take it",
              "controller.core:ControllerCore.handle", "self.life.drain(now, out)", "pass", seed=2127),
     Mutation("undelivered-counts", "a dispatch that never left counts as load for ever",
