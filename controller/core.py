@@ -156,6 +156,8 @@ class ControllerCore:
             rank = self.members.peers.get(event.peer)
             if rank is not None and isinstance(event.message, Dispatch):
                 self.life.losses.undelivered(rank, event.message, now, out)
+            elif isinstance(event.message, CancelLeg):
+                self.life.losses.unqueued(event.peer, event.message)
         elif type(event) is ClientGone:
             self.life.client_gone(event.peer, event.rid, now, out)
         elif type(event) is Unreachable:
@@ -457,6 +459,7 @@ class ControllerCore:
         self.balancer.tick(now)
         self.life.expire(now, out)
         self.inquiries.tick(now, out)
+        self.life.losses.remind(out)
         if self.config.shed == "hopeless" and self.life.queue.requests:
             self.life.shed(now, out)
         if now >= self._sweep_at:

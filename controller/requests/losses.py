@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from bus.wire.codes import Code, Refusal
 from bus.wire.messages import MAX_ATTEMPT, Attempt, CancelLeg, Dispatch, Rid
@@ -20,7 +20,7 @@ from controller.rank import Rank
 from controller.requests.attempts import Attempts, work_of
 from controller.requests.request import LegRun, Request, State
 from controller.requests.table import RequestTable
-from controller.requests.unclear import Unclear
+from controller.requests.unclear import MAX_UNTOLD, Unclear
 
 Failed: TypeAlias = Callable[[Request, LegRun, Code, str, float, list[Action]], None]
 
@@ -41,6 +41,7 @@ class Losses:
         self._failed = failed
         self._again = again
         self.unclear = Unclear()
+        self._unqueued: dict[tuple[Any, Rid], CancelLeg] = {}  # by connection
 
     def reconfigure(self, config: ControllerConfig) -> None:
         """Apply new settings from now on."""
@@ -89,6 +90,19 @@ class Losses:
         """Remember a cancel that did not leave because the connection was gone; `returned` sends it."""
         if not cancel.if_unfetched:
             self.unclear.untold(cancel.rid, cancel.attempt, cancel.room)
+
+    def unqueued(self, peer: Any, cancel: CancelLeg) -> None:
+        """Remember a cancel that the queue of the connection `peer` did not take; `remind` sends it again."""
+        if not cancel.if_unfetched and len(self._unqueued) < MAX_UNTOLD:
+            self._unqueued[peer, cancel.rid] = cancel
+
+    def remind(self, out: list[Action]) -> None:
+        """Send the cancels again that no queue took, but of attempts that were submitted again meanwhile."""
+        unqueued, self._unqueued = self._unqueued, {}
+        for (peer, rid), cancel in unqueued.items():
+            live = self._table.requests.get(rid)
+            if live is None or live.attempt > cancel.attempt or live.submit.bootstrap_room != cancel.room:
+                out.append(ToNode(peer, cancel))
 
     def returned(self, rank: Rank, running: Iterable[tuple[Rid, Attempt]], now: float, out: list[Action]) -> None:
         """Note that a start of a rank said hello, so it has not died; cancel what it runs and was given up. What it

@@ -43,6 +43,8 @@ def draw_crowded(seed: int) -> Spec:
     )  # fmt: skip
     if rng.random() < 0.15:  # queues of connections are full before the credit of ranks is used up
         spec = replace(spec, hwm=3, kernel=0, max_running=4)
+    if spec.paired and spec.hwm == 3:  # a KV cache leaves at once, and what there is no room for takes seconds
+        spec = replace(spec, kernel=KERNEL)
     spec = replace(spec, requests=_requests(spec, tokens, rng))
     faults = [fault for _ in range(rng.choice((1, 1, 2))) for fault in _befalls(spec, rng)]
     faults += _shut_off(spec, rng) if rng.random() < 0.12 else []

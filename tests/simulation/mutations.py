@@ -33,7 +33,7 @@ MUTATIONS = (
     Mutation("lanes-starve", "a request waits beside a rank that would take it",
              "controller.core:ControllerCore.handle", "self.life.drain(now, out)", "pass", seed=2127),
     Mutation("undelivered-counts", "a dispatch that never left counts as load for ever",
-             "controller.load.table:LoadTable.undo", "rank.sent -= 1", "rank.sent -= 0", seed=36, how="crowded"),
+             "controller.load.table:LoadTable.undo", "rank.sent -= 1", "rank.sent -= 0", seed=121, how="crowded"),
     Mutation("skew-forgotten", "what a connection lost is in flight for ever",
              "controller.load.table:LoadTable.reconnected", "rank.rebase = True", "rank.rebase = False", seed=2679),
     Mutation("attempts-not-fenced", "the rank that was given up streams into the next attempt",

@@ -6,7 +6,7 @@ import pytest
 from controller_world import EPOCH, D, P, U, failure, hello, pd, peer_of, submit, unified
 
 from bus.wire.messages import Accepted, Cancel, Failed
-from controller.events import FromClient, ToClient, Undelivered
+from controller.events import FromClient, Tick, ToClient, Undelivered
 from controller.requests.life import LOGGED_MAX
 
 
@@ -194,6 +194,26 @@ class TestRetries:
         world.report(U[0], acks=[(EPOCH, 0, 0)])
         rank = world.rank(U[0])
         assert (rank.sent, rank.in_flight, rank.requests, rank.tokens) == (0, 0, 0, 0)
+
+    def test_a_cancel_that_no_queue_took_is_sent_again_until_one_does(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        world.feed(FromClient("client", Cancel("r")))
+        for times in (1, 2):
+            assert len(world.cancels(U[0])) == times
+            world.feed(Undelivered(peer_of(U[0]), world.cancels(U[0])[-1]))
+            world.feed(Tick())
+        world.feed(Tick())
+        assert len(world.cancels(U[0])) == 3
+
+    def test_it_is_not_where_its_attempt_was_submitted_again(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        world.feed(FromClient("client", Cancel("r")))
+        world.feed(Undelivered(peer_of(U[0]), world.cancels(U[0])[0]))
+        world.submit(submit("r"))
+        world.feed(Tick())
+        assert len(world.cancels(U[0])) == 1
 
 
 class TestEnds:
