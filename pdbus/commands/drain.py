@@ -42,7 +42,7 @@ def drain(rank: str, role: str, model: str, drain_s: float, controller: str, key
         raise ConfigError(f"--role {role}: choose {', '.join(ROLES)}")
     if bool(rank) == bool(role) or (model and not role):
         raise ConfigError("name a rank like decode-0/1, or a role with --role (and a --model)")
-    if rank and (not slash or not number.isdecimal()):
+    if rank and (not slash or not number.isdecimal() or len(number) > 4):
         raise ConfigError(f"{rank!r}: name a rank like decode-0/1")
     with Client(controller, keys=keys) as client, ProgressLine().showing() as progress:
         seen = wait_for_controller(client, controller, wait_s, keys)

@@ -39,6 +39,10 @@ def trace(rid: str, controller: str, as_json: bool, keys: str, wait_s: float) ->
     """Show the steps of a request and their times, as controller and ranks recorded them."""
     if not 0 < len(rid) <= RID_MAX:
         raise ConfigError(f"a rid has 1 to {RID_MAX} characters")
+    try:
+        rid.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("a rid is text in UTF-8") from None
     leave_on_signals()
     with Client(controller, keys=keys) as client:
         wait_for_controller(client, controller, wait_s, keys)

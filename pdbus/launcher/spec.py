@@ -7,7 +7,7 @@ from typing import Literal
 
 from bus.arguments import typed
 from bus.errors import ConfigError
-from bus.wire.messages import Role
+from bus.wire.messages import MAX_DP_SIZE, Role
 from nodes.engines import kind_of
 from pdbus.vllm_front.launch import model_arguments
 
@@ -96,8 +96,9 @@ class ClusterSpec:
         if not self.model:
             object.__setattr__(self, "model", "sim" if self.engine == "sim" else "smollm2")
         for name in ("prefill", "decode", "unified"):
-            if getattr(self, name) < 0 or getattr(self, f"{name}_instances") < 1:
-                raise ConfigError(f"{name} ranks must be 0 or more, in 1 or more instances")
+            ranks, instances = getattr(self, name), getattr(self, f"{name}_instances")
+            if not (0 <= ranks <= MAX_DP_SIZE and 1 <= instances <= MAX_DP_SIZE):
+                raise ConfigError(f"{name} ranks must be 0 to {MAX_DP_SIZE}, in 1 to {MAX_DP_SIZE} instances")
         if not (self.prefill and self.decode) and not self.unified:
             raise ConfigError("a cluster needs prefill and decode ranks, or unified ones")
         if self.ranks_per_process < 1:

@@ -133,6 +133,8 @@ def test_metrics_ports_follow_the_order_of_starting() -> None:
     [
         {},
         {"prefill": 2},
+        {"prefill": 10**20, "decode": 1},
+        {"prefill": 1, "decode": 1, "decode_instances": 4097},
         {"decode": 2},
         {"prefill": -1, "decode": 1},
         {"unified": 1, "ranks_per_process": 0},
