@@ -201,6 +201,8 @@ def up(**options: Any) -> None:
 
 def _spec_of(options: dict[str, Any]) -> ClusterSpec:
     """Return the cluster that the options ask for. Raises ConfigError for options that do not go together."""
+    if options["front"] and not options["http"]:
+        raise ConfigError(f"--front {options['front']} says what serves --http: give that too")
     split_default = 0 if options["unified"] else 2
     node_args, engine_args = _arguments(options["engine"], options["node_args"])
     if not options["ray"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bus.errors import ConfigError
+from bus.wire.messages import MAX_DP_SIZE
 from nodes.own.engines.timing import SimTiming
 
 CACHE_TOKENS = 2_048_000  # KV memory of a prefill rank where nothing else is said
@@ -91,6 +92,9 @@ class LabConfig:
             raise ConfigError(f"--report-loss must lie in 0..1 (1 excluded), not {self.report_loss}")
         if self.queue_order not in ("arrival", "slo"):
             raise ConfigError(f"--queue-order is arrival or slo, not {self.queue_order!r}")
+        for name in ("ranks", "decode_ranks"):
+            if getattr(self, name) > MAX_DP_SIZE:
+                raise ConfigError(f"{_option(name)} must be at most {MAX_DP_SIZE}, not {getattr(self, name)}")
         if self.controllers > 64:
             raise ConfigError(f"--controllers must be at most 64, not {self.controllers}")
 

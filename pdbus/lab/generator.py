@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdbus.lab.traces import BLOCK_TOKENS, Trace, TraceRequest
+from pdbus.lab.traces import BLOCK_TOKENS, Trace, TraceRequest, checked
 
 SYSTEM_PROMPTS = 12
 MAX_PROMPT_TOKENS = 120_000
@@ -37,7 +37,7 @@ class Shape:
 def generate(duration_s: float = 600.0, *, seed: int = 1, shape: Shape | None = None) -> Trace:
     """Return a trace of `duration_s` seconds with about `duration_s * shape.turns_per_s` requests in order of arrival,
     none with more than MAX_PROMPT_TOKENS prompt tokens. The same arguments give the same trace; `shape` None is
-    `Shape()`."""
+    `Shape()`. Raises ConfigError where `duration_s` is too short for two requests."""
     shape = shape or Shape()
     rng = random.Random(seed)
     next_id = iter(range(1, 1 << 62)).__next__
@@ -55,8 +55,7 @@ def generate(duration_s: float = 600.0, *, seed: int = 1, shape: Shape | None = 
                 break
             tokens += output + _length(rng, shape.turn_tokens, shape.tail)
             at += rng.expovariate(1 / shape.think_s)
-    requests.sort(key=lambda request: request.arrival_s)
-    return Trace(f"generated-{seed}", tuple(requests))
+    return checked(f"generated-{seed}", requests, BLOCK_TOKENS)
 
 
 def _arrivals(rng: random.Random, duration_s: float, shape: Shape) -> list[float]:

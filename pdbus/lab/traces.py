@@ -151,5 +151,6 @@ def checked(name: str, requests: Iterable[TraceRequest], block_tokens: int, *, t
     that all come at one time."""
     found = in_order(requests)
     if len(found) < 2 or (timed and found[0].arrival_s == found[-1].arrival_s):
-        raise ConfigError(f"the trace {name} has {len(found)} requests at one time: too little to replay")
+        at_one_time = " at one time" if found else ""
+        raise ConfigError(f"the trace {name} has {len(found)} requests{at_one_time}: too little to replay")
     return Trace(name, found, block_tokens, timed)

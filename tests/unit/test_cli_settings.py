@@ -67,6 +67,7 @@ def test_a_duration_is_a_number_of_seconds(each: click.Command, option: str) -> 
         (["nothing"], "No such command 'nothing'. (see pdbus --help)"),
         (["drain", f"decode-0/{10**24}"], "name a rank like decode-0/1"),
         (["trace", "\udcff"], "a rid is text in UTF-8"),
+        (["up", "--front", "light"], "--front light says what serves --http: give that too"),
         (["up", "--model", "sim", "--prefill", str(10**20)], "prefill ranks must be 0 to 4096, in 1 to 4096 instances"),
         (["status", "--controller", "tcp://nosuch.invalid:5560"], "error: cannot resolve host 'nosuch.invalid' ("),
         (["status", "--controller", "tcp://127.0.0.1:1", "--wait-s", "0.1"], "if it uses keys, pass --keys DIR"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
+from bus.errors import ConfigError
 from pdbus.lab.generator import Shape, generate
 from pdbus.lab.traces import BLOCK_TOKENS
 
@@ -11,6 +14,12 @@ from pdbus.lab.traces import BLOCK_TOKENS
 def test_the_seed_decides() -> None:
     assert generate(100, seed=3) == generate(100, seed=3)
     assert generate(100, seed=3) != generate(100, seed=4)
+
+
+def test_a_length_without_requests_is_refused() -> None:
+    """Some seeds have none in a second."""
+    with pytest.raises(ConfigError, match=r"^the trace generated--1 has 0 requests: too little to replay$"):
+        generate(1.0, seed=-1)
 
 
 def test_equal_hashes_mean_equal_prefixes() -> None:

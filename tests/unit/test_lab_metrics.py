@@ -80,6 +80,8 @@ def test_load_is_the_share_of_time_that_cold_prompts_would_take() -> None:
         ({"queue_order": "random"}, "--queue-order is arrival or slo"),
         ({"overtake_tokens": 0}, "--overtake-tokens must be at least 1"),
         ({"controllers": 65}, "--controllers must be at most 64"),
+        ({"ranks": 10**8}, "--ranks must be at most 4096"),
+        ({"decode_ranks": 4097}, "--decode-ranks must be at most 4096"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], says: str) -> None:
