@@ -2,7 +2,8 @@
 
 Each worker would import every test and what these need, some seven seconds of CPU (twice that in a fresh clone, where
 the assertions of each file are first rewritten). Here a server does so once, as a worker would: with the same options
-and the same `sys.path`. What it could not import a worker tries itself, and says why not.
+and the same `sys.path`. What it could not import a worker tries itself, and says why not. Hypothesis reads the sources
+of all modules for constants, another second or two, which each worker has from there, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 import warm_starts
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 WAIT_S = 300.0  # for all imports, on a machine that is busy
 BOOTSTRAP = "import sys;exec(eval(sys.stdin.readline()))"  # what execnet runs as a program
@@ -61,7 +64,16 @@ def import_tests(args: Sequence[str], path: Sequence[str]) -> list[random.Random
     mine, sys.path = sys.path, list(path)
     pytest.main([*args, "-n0"], plugins=[OnlyImported()])
     sys.path = mine
+    read_constants()
     return []
+
+
+@settings(
+    max_examples=200, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(st.integers())
+def read_constants(number: int) -> None:
+    """Draw, until it has been a constant: one in twenty is, and before the first of them Hypothesis reads sources."""
 
 
 if __name__ == "__main__":
