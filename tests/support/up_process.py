@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+START_S = 240.0  # on a machine that is busy: with torch each node takes seconds of it
+
 
 class Up:
     """`with Up(directory, "--model", "sim") as up:`; READY on entry. `directory` is its place for sockets."""
@@ -28,7 +30,7 @@ class Up:
 
     def __enter__(self) -> Up:
         if self._ready:
-            self.until("stdout", r"^READY bus=.*\n(.*\n)*Try")
+            self.until("stdout", r"^READY bus=.*\n(.*\n)*Try", START_S)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -87,6 +87,7 @@ def test_every_method_ends_every_request_once(method: str) -> None:
         assert course.regret_tokens >= 0
 
 
+@pytest.mark.timeout(900)  # ten seconds of computing
 def test_the_order_of_methods() -> None:
     mean = {name: run(name).ttft_mean_s for name in METHODS}
     assert mean["follow_bootstrap_room"] > mean["round_robin"] > 1.2 * mean["total_tokens"]
