@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
+from typing import Any
 
 from bus.actions import Note
 from bus.wire.codes import Code
@@ -119,6 +120,13 @@ class Attempts:
         self.accept(request, out)
         if self.trace:
             out.append(Note("request.dispatched", "debug", about_of(request)))
+
+    def reattach(self, request: Request, peer: Any, out: list[Action]) -> None:
+        """Answer a repeated submit of a live request, which may come over another connection (`peer`), so that its
+        client does not take this controller for dead."""
+        self._counts["reattached"] += 1
+        self._table.move(request, peer)
+        self.accept(request, out)
 
     def accept(self, request: Request, out: list[Action]) -> None:
         """Send the client `Accepted`, with the ranks where the request runs; without ranks while it waits."""

@@ -124,7 +124,7 @@ class RequestLifecycle:
         live = self.requests.get(submit.rid)
         mine = live is None or live.client == key_of(peer)
         if live is not None and mine and submit.attempt <= live.attempt and same_request(live.submit, submit):
-            self._reattach(live, peer, out)
+            self._attempts.reattach(live, peer, out)
             return
         self._counts["submitted"] += 1
         promised = self._slo_classes is not None and submit.leg != "decode" and not submit.offset
@@ -288,13 +288,6 @@ class RequestLifecycle:
             assert running == (request.state is not State.QUEUED)
 
     # --- inside: begin ----------------------------------------------------------------------------------------
-
-    def _reattach(self, live: Request, peer: Any, out: list[Action]) -> None:
-        self._counts["reattached"] += 1
-        self.table.move(live, peer)
-        self._attempts.accept(
-            live, out
-        )  # without ranks if it waits: it is known, so that its client does not take us for dead
 
     def _supersede(self, live: Request, peer: Any, now: float, out: list[Action]) -> None:
         self._counts["superseded"] += 1
