@@ -48,7 +48,32 @@ def draw_crowded(seed: int) -> Spec:
     spec = replace(spec, requests=_requests(spec, tokens, rng))
     faults = [fault for _ in range(rng.choice((1, 1, 2))) for fault in _befalls(spec, rng)]
     faults += _shut_off(spec, rng) if rng.random() < 0.12 else []
-    return replace(spec, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    spec = replace(spec, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    return _otherwise(spec, random.Random(f"{seed} crowded again"))
+
+
+def _otherwise(spec: Spec, rng: random.Random) -> Spec:
+    """Return the trial with other faults, in a few worlds: none, while callers give up what waits; a controller that is
+    away from all nodes for a moment, while callers give up; or one that loses a client while nodes are killed."""
+    kind, request = rng.random(), rng.choice(spec.requests)
+    requests, faults = list(spec.requests), list[Fault]()
+    nodes, controller = [node.name for node in spec.nodes], f"controller-{request.controller}"
+    at_s = request.at_s + rng.choice((0.05, 0.3, 1.0)) * rng.uniform(0.5, 1.5)
+    if kind > 0.24:
+        return spec
+    if kind < 0.08:
+        for each in spec.requests:
+            requests[each.number] = replace(each, cancel_s=rng.choice((0.0, rng.uniform(1.0, 5.0))), deadline_s=0.0)
+    elif kind < 0.16:
+        faults = [Fault(round(at_s, 6), "sever", controller, rng.uniform(0.3, 1.0), node) for node in nodes]
+        for each in spec.requests:
+            if each.at_s < at_s and rng.random() < 0.5:
+                requests[each.number] = replace(each, cancel_s=at_s - each.at_s + rng.uniform(0.001, 0.2))
+    else:
+        faults = [Fault(round(at_s, 6), "sever", f"client-{request.client}", rng.uniform(3.0, 8.0), controller)]
+        some = rng.sample(nodes, rng.randint(1, len(nodes)))
+        faults += [Fault(round(at_s + rng.uniform(0.0, 2.0), 6), "crash", node) for node in some]
+    return replace(spec, requests=tuple(requests), faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
 def _nodes(paired: bool, rng: random.Random) -> tuple[NodeSpec, ...]:

@@ -46,7 +46,7 @@ DRAWN = (
     Mutation("retry-3", "", "controller.requests.losses:Losses.check",
              "request.apart = self.is_apart(request)", "pass", seed=28, how="crowded"),
     Mutation("resume-3", "", "pdbus.client.core:ClientCore._accepted",
-             "request.queued[key] = attempt", "pass"),
+             "request.queued[key] = attempt", "pass", seed=83, how="crowded"),
     Mutation("accounting-4", "", "controller.load.table:LoadTable._acknowledge",
              "ack.controller_epoch != mine", "ack.controller_epoch == mine", seed=2679),
     Mutation("fencing-4", "", "controller.members:Members.hello",

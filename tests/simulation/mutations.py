@@ -27,7 +27,7 @@ MUTATIONS = (
     Mutation("orphans", "legs go on though nobody wants them",
              "controller.requests.losses:Losses.returned", "self.unclear.given_up(running)", "()", seed=9, how="crowded"),
     Mutation("untold-cancels", "a cancel that met a dead connection is forgotten",
-             "controller.requests.losses:Losses.untold", "if not cancel.if_unfetched:", "if False:"),
+             "controller.requests.losses:Losses.untold", "if not cancel.if_unfetched:", "if False:", seed=14, how="crowded"),
     Mutation("older-adopted", "after a restart an older attempt wins",
              "controller.requests.attempts:Attempts._adopt_orphans", "attempt = max([", "attempt = min([", seed=154, how="crowded"),
     Mutation("lanes-starve", "a request waits beside a rank that would take it",
