@@ -114,12 +114,15 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def _bus(space: Workspace) -> Side:
     parts.broker(space)
     parts.controller(space, "--unified-method", "cache_aware")
-    ends = {"bus": space.endpoint("bus"), "controller": space.endpoint("ctl"), "data": f"ipc://{space.folder}"}
-    space.part("front_engines:rank", **ends).wait_ready()
+    controller = space.endpoint("ctl")
+    rank = space.part(
+        "front_engines:rank", bus=space.endpoint("bus"), controller=controller, data=f"ipc://{space.folder}"
+    )
+    rank.wait_ready()
     port = free_ports("127.0.0.1", 1)
     server = space.program(
         "pdbus", "serve", "--front", "vllm", "--model", "smollm2", "--http", str(port),
-        "--controller", ends["controller"], "--log-level", "warning", "--watch-parent", "--drain-s", "1", "--", *MODEL,
+        "--controller", controller, "--log-level", "warning", "--watch-parent", "--drain-s", "1", "--", *MODEL,
         name="front", env=ENVIRONMENT,
     )  # fmt: skip
     return Side("over the bus", port, server)

@@ -155,7 +155,8 @@ def core(*, dp_rank: int, local_dp_rank: int, **given: Any) -> None:
                 self.requests.pop(request_id, None)
 
         def run(self) -> None:
-            self.script, self.requests = Script(), {}
+            self.script = Script()
+            self.requests: dict[str, Any] = {}
             parent = os.getppid()
             while os.getppid() == parent:
                 try:

@@ -16,6 +16,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -190,12 +191,13 @@ def _parsed(command: click.Command, words: Sequence[str], whole: bool) -> str:
             return _parsed(found, rest[1:], whole) if found is not None else f"no subcommand {rest[0]}"
         for param in command.params:
             value = values.get(param.name)
+            kind: click.ParamType[Any] = param.type
             if isinstance(value, str) and isinstance(param.type, _PLAIN_TYPES) and not _PLACEHOLDER.fullmatch(value):
-                param.type.convert(value, param, context)
+                kind.convert(value, param, context)
             if whole and param.required and isinstance(param, click.Argument) and not isinstance(value, str | tuple):
                 return f"{param.name} is missing"
     except click.BadOptionUsage as error:
-        return error.format_message() if whole or isinstance(error, click.NoSuchOption) else ""  # `generate -n`
+        return error.format_message() if whole else ""  # `generate -n`
     except click.ClickException as error:
         return error.format_message()
     if command.name == "up" and values.get("engine") != "vllm" and "--" in words:
