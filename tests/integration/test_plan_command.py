@@ -30,8 +30,18 @@ def test_a_table_a_command_to_run_and_files(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_eighty_columns_show_the_choice_whole() -> None:
-    done = plan(*SHORT, COLUMNS="80")
+def test_unified_ranks_are_tried_too(tmp_path: Path) -> None:
+    done = plan(*SHORT, "--unified", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(row["prefill"] + row["decode"] + row["unified"] == 4 for row in found["tried"])
+    assert {row["unified"] for row in found["tried"]} == {0, 1, 2, 4}
+    assert not any(row["unified"] for row in found["splits"])
+
+
+@pytest.mark.parametrize("more", [(), ("--unified",)], ids=["pairs", "unified"])
+def test_eighty_columns_show_the_choice_whole(more: tuple[str, ...]) -> None:
+    done = plan(*SHORT, *more, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     assert "…" not in done.stdout
     assert max(map(len, done.stdout.splitlines()[:-2])) <= 80
