@@ -117,14 +117,22 @@ def plan(trace: Path | None, **options: Any) -> None:
 def table_of(found: Plan, shown: Sequence[str]) -> Table:
     """Return a table with a row for each choice run with all seeds, the best first; `shown` are fields of `Summary`."""
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("prefill\n+ decode", "prefill\nmethod", "decode\nmethod", "queue\norder"):
+    unified = any(each.choice.unified for each in found.tried)
+    ranks = "prefill\n+ decode" + "\n+ unified" * unified
+    for heading in (ranks, "prefill\nmethod", "decode\nmethod", "queue\norder"):
         table.add_column(heading, no_wrap=True)
     for field in shown:
         table.add_column("\n".join(_column(field).heading), justify="right", no_wrap=True)
     for number, each in enumerate(found.tried):
         choice = each.choice
         order = choice.queue_order + (" + tpot" if choice.tpot_admission else "")
-        names = (choice.ranks, choice.prefill_method, choice.decode_method if choice.decode else "–", order)
+        numbers = [choice.prefill, choice.decode, *([choice.unified] if unified else [])]
+        names = (
+            " + ".join(map(str, numbers)),
+            choice.prefill_method,
+            choice.decode_method if choice.decode else "–",
+            order,
+        )
         table.add_row(*names, *(_cell(field, each) for field in shown), style=None if number else "bold")
     return table
 
