@@ -135,11 +135,14 @@ async def _answer_all(
 
 
 async def _settled(client: AsyncClient) -> tuple[RankStatus, ...]:
-    """Return the status of the ranks once all report to be idle, or after SETTLE_S."""
+    """Return the status of the ranks once all report to be idle and all ends are known, or after SETTLE_S."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         ranks = (await client.status()).ranks
-        if time.monotonic() > deadline or not any(rank.estimate_requests or rank.estimate_tokens for rank in ranks):
+        busy = any(
+            rank.estimate_requests or rank.estimate_tokens or rank.ended_total < rank.dispatched_total for rank in ranks
+        )
+        if time.monotonic() > deadline or not busy:
             return ranks
         await asyncio.sleep(0.1)
 

@@ -49,6 +49,7 @@ def run(command: click.Command, program: str) -> None:
 def _run(command: click.Command, program: str) -> NoReturn:
     try:
         command.main(prog_name=program, standalone_mode=False)
+        sys.stdout.flush()  # the interpreter, at its end, would fail with a traceback
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -69,9 +70,11 @@ def _run(command: click.Command, program: str) -> NoReturn:
     except BusError as error:
         _fail(program, str(error), 1)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try to write the rest at its end
+        if error.errno == errno.EPIPE:
+            sys.exit(1)  # as click does where it writes itself
         _fail(program, f"cannot write the output: {error.strerror}", 1)
     finally:
         leave_at_once()  # a second Ctrl-C, while the interpreter ends

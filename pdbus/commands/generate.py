@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -162,7 +162,8 @@ def _show(stream: Stream, *, as_json: bool, tokens: bool) -> None:
         print(json.dumps(_as_dict(stream, shown)))
     else:
         print(flush=True)
-        print(cli.printable(_facts(stream.result, len(stream.prompt_ids))), file=sys.stderr)
+        with suppress(OSError):  # where stderr takes nothing, the answer is whole all the same
+            print(cli.printable(_facts(stream.result, len(stream.prompt_ids))), file=sys.stderr)
 
 
 def _begin(client: Client, text: str, options: dict[str, Any], waits: str) -> list[Stream]:

@@ -8,8 +8,10 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import msgspec
@@ -23,6 +25,7 @@ from bus.runtime.keys import load_keys
 from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
 from pdbus.commands.drain import silence_of
+from pdbus.commands.generate import _show
 from pdbus.commands.status import _requests, _row, as_dict
 from pdbus.commands.up import up
 
@@ -126,14 +129,37 @@ def test_help_tells_the_usual_places() -> None:
         ("{} > /dev/full", 1, "", "prog: error: cannot write the output: No space left on device\n"),
     ],
 )
-def test_output_that_cannot_be_written_is_no_traceback(shell: str, code: int, stdout: str, stderr: str) -> None:
+@pytest.mark.parametrize("flush", [True, False])
+def test_output_that_cannot_be_written_is_no_traceback(
+    shell: str, code: int, stdout: str, stderr: str, flush: bool
+) -> None:
     program = (
         "import click; from bus.runtime import cli; "
-        "cli.run(click.command()(lambda: print('caf\\u00e9 \\U0001f680', flush=True)), 'prog')"
+        f"cli.run(click.command()(lambda: print('caf\\u00e9 \\U0001f680', flush={flush})), 'prog')"
     )
     line = shell.format(f'{shlex.quote(sys.executable)} -c "{program}"')
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
+
+
+def test_an_answer_is_whole_without_its_line_of_facts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Answer:
+        prompt_ids = (1, 2)
+        result = SimpleNamespace(
+            prefill=None, decode=None, found_by="", ids=(3,), ttft_s=0.1, tpot_s=0.0, finish="stop", attempts=1
+        )
+
+        def __iter__(self) -> Iterator[SimpleNamespace]:
+            yield SimpleNamespace(text="hello", ids=(3,))
+
+    full = open("/dev/full", "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+    monkeypatch.setattr("sys.stderr", full)
+    _show(Answer(), as_json=False, tokens=False)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "hello\n"
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
 
 
 @pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "a b", "x" * 65])
