@@ -209,7 +209,7 @@ def test_a_worker_has_imported_the_tests_and_draws_its_own_numbers(
     buffers what the imports printed."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (tmp_path / "test_of_a_worker.py").write_text("import random\nSEEDED = random.Random(1)\ndef test(): pass\n")
-    workers = Workers(["-c", os.devnull, str(tmp_path)])
+    workers = Workers(["-c", os.devnull, "-W", "error", str(tmp_path)])
     workers.install()
     workers.on = True
     code = "import random, sys; test = sys.modules['test_of_a_worker']; print(test.SEEDED.random(), random.random())"

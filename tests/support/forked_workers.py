@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 import warm_starts
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 WAIT_S = 300.0  # for all imports, on a machine that is busy
 BOOTSTRAP = "import sys;exec(eval(sys.stdin.readline()))"  # what execnet runs as a program
@@ -68,12 +66,18 @@ def import_tests(args: Sequence[str], path: Sequence[str]) -> list[random.Random
     return []
 
 
-@settings(
-    max_examples=200, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-)
-@given(st.integers())
-def read_constants(number: int) -> None:
+def read_constants() -> None:
     """Draw, until it has been a constant: one in twenty is, and before the first of them Hypothesis reads sources."""
+    from hypothesis import HealthCheck, Phase, given, settings  # pytest warns of what was imported before it
+    from hypothesis import strategies as st
+
+    @settings(max_examples=200, derandomize=True, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.integers())
+    def draw(number: int) -> None:
+        pass
+
+    draw()
 
 
 if __name__ == "__main__":
