@@ -51,11 +51,19 @@ class Front:
             )
 
     def __enter__(self) -> Front:
+        try:
+            self._until_healthy()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _until_healthy(self) -> None:
         end = time.monotonic() + START_S
         while True:
             try:
                 if self.get("/health")[0] == 200:
-                    return self
+                    return
             except OSError:
                 pass
             assert self.process.poll() is None, self.log.read_text()[-4000:]
