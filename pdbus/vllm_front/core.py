@@ -28,6 +28,7 @@ from pdbus.vllm_front.metrics import FAILED
 from pdbus.vllm_front.settings import Settings
 
 LOOK_S = 1.0  # between two questions for the controller's status
+MISSED_S = 2 * LOOK_S  # by so much at most an unanswered one ages the last status
 OVERLOADED_MOST_S = 10.0  # how long one refusal as overloaded may stand for the next requests
 DRAIN_POLL_S = 0.05
 
@@ -114,6 +115,7 @@ class BusCore:
         self._news: list[Running] = []
         self._wake: asyncio.Future[None] | None = None
         self._overloaded_until = -math.inf
+        self._looked_at = 0.0  # until then the controller was asked: a process that stood still has not asked meanwhile
         self._unready_at: float | None = None  # since when a controller says that some role has no ready rank
 
     # --- what vLLM calls --------------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class BusCore:
 
     def unready(self) -> str:
         """Return the reason why no request can be served now; empty: one can."""
-        return "the server is shutting down" if self.draining else self.view.unready(time.monotonic())
+        return "the server is shutting down" if self.draining else self.view.unready(self._looked_at)
 
     def admit(self) -> None:
         """Raise the error with which a request is refused before it is submitted: while the server shuts down, while
@@ -246,16 +248,22 @@ class BusCore:
 
     async def _look(self) -> None:
         assert self._client is not None
+        last = time.monotonic()
         while True:
             try:
                 self._follow(await self._client.status(timeout_s=LOOK_S), time.monotonic())
             except PartFailed:
                 raise
             except BusError:  # the last status stays, and gets old
-                pass
+                self._missed(time.monotonic() - last)
+            last = time.monotonic()
             await asyncio.sleep(0.1 if self.view.seen is None else LOOK_S)
 
+    def _missed(self, waited_s: float) -> None:
+        self._looked_at += min(waited_s, MISSED_S)
+
     def _follow(self, seen: Status, now: float) -> None:
+        self._looked_at = now
         fresh = self.view.seen is None
         self.view = self.view.followed_by(seen, now)
         if not self.view.unready(now):

@@ -4,12 +4,14 @@ client is scripted, vLLM's records and its OutputProcessor are real."""
 from __future__ import annotations
 
 import asyncio
+import time
 import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
+from status_world import rank, sample
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
@@ -212,6 +214,17 @@ def test_a_refusal_after_a_stream_has_begun_is_known_to_the_middleware(made: Bus
         ASKED.reset(token)
     assert asked.failure is not None
     assert (asked.failure.status, asked.failure.message) == (503, "the server is shutting down")
+
+
+def test_a_server_that_stood_still_refuses_nobody(made: BusCore) -> None:
+    """It has asked for no status meanwhile, and takes its controller for gone after unanswered questions alone."""
+    made._follow(sample(0.0, rank("prefill-0"), rank("decode-0")).status, time.monotonic() - 3600.0)
+    assert made.unready() == ""
+    made._missed(3600.0)  # it stood still once it had asked
+    assert made.unready() == ""
+    for _ in range(3):
+        made._missed(module.MISSED_S)
+    assert "the controller has not answered" in made.unready()
 
 
 def test_a_request_that_vllm_aborts_is_cancelled(made: BusCore) -> None:
