@@ -225,14 +225,21 @@ def _dispatched(world: World, controller: ControllerProcess, node: NodeProcess, 
         return
     key = node.name, node.starts, dp_rank, epoch
     world.came[key] = max(world.came.get(key, (0,))[0], number), max(world.now, node.paused_until), pipe.peer.socket  # type: ignore[union-attr]
-    live = controller.part.core.life.requests.get(rid) if controller.alive else None
-    if live is None or live.attempt != attempt or live.submit.bootstrap_room != room:
+    if not controller.alive:
         return
-    submitted, before = world.tries.setdefault(
-        (controller.name, controller.starts, rid, room, attempt, leg), (live.submit.attempt, number)
-    )
-    if number != before and live.submit.attempt > submitted:
-        raise Broken("each try has a number of its own", f"{controller.name}: {live}, dispatched before", rid)
+    live = controller.part.core.life.requests.get(rid)
+    last = controller.part.core.life.table._over.get(rid)  # it may have failed since
+    if live is not None and (live.attempt, live.submit.bootstrap_room) == (attempt, room):
+        submitted = live.submit.attempt
+    elif last is not None and (last[3], last[0]) == (attempt, room):
+        submitted = last[2]
+    else:
+        return
+    key = controller.name, controller.starts, rid, room, attempt, leg
+    first, before = world.tries.setdefault(key, (submitted, number))
+    if number != before and submitted > first:
+        why = f"attempt {attempt} of submit {submitted} had been dispatched for submit {first}"
+        raise Broken("each try has a number of its own", f"{controller.name}: {why}", rid)
 
 
 def _given_up(world: World, controller: ControllerProcess, node: NodeProcess, pipe: Pipe, frames: Frames) -> None:

@@ -29,6 +29,7 @@ QUICK = frozenset({"crash", "reset_one", "reset_all", "leave", "drain", "fail_st
 FEW = 5  # tries that one of these may cost, where the cluster does not lack ranks
 LOAD = frozenset({"overloaded", "no_rank", "too_many", "rank_unavailable", "draining"})  # it does
 WAITS_S = 2.0  # beside a rank that would take it
+NEW_S = 1.2  # a start that is refused before it serves asks again so soon
 TOLD_S = 0.5  # until a start of a rank leaves that a later one has replaced
 KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what runs
 RECENT_S = 8.0  # after its end a fault is no reason any more for a try that fails
@@ -250,14 +251,19 @@ def _attempts(world: World) -> dict[str, set[int]]:
 
 
 def _twins(world: World) -> dict[tuple[Any, ...], str]:
-    """Return ranks of which two starts serve, where controllers reach both."""
-    serving: dict[tuple[str, int], list[str]] = {}
+    """Return ranks of which two starts serve, where controllers reach both and the earlier one is not new itself: a
+    start that is refused before it serves asks again a second later."""
+    serving: dict[tuple[str, int], list[tuple[float, str]]] = {}
     for node in world.nodes:
         if node.alive and node.ready and _steady(world, node):
             for number, rank in node.part.host.ranks.items():
                 if rank.state == "ready" and node.part.host.serving:
-                    serving.setdefault((node.config.instance, number), []).append(node.name)
-    return {("twins", key, "", 0): f"{names} both serve {key}" for key, names in serving.items() if len(names) > 1}
+                    serving.setdefault((node.config.instance, number), []).append((node.began, node.name))
+    return {
+        ("twins", key, "", 0): f"{starts} serve {key}"
+        for key, starts in serving.items()
+        if len(starts) > 1 and sorted(starts)[-2][0] < world.now - NEW_S
+    }
 
 
 def _kept(ranks: Ranks, wanted: set[str]) -> dict[tuple[Any, ...], str]:

@@ -39,6 +39,7 @@ class Process:
         self.key = ""  # its name; empty: there are none
         self.alive = False
         self.starts = 0
+        self.began = 0.0  # this start of it
         self.paused_until = 0.0
         self.failure: BaseException | None = None
         self.sockets: list[SimSockets] = []
@@ -71,7 +72,7 @@ class Process:
     def start(self) -> None:
         assert not self.alive, f"{self.name} lives"
         self.starts += 1
-        self.alive, self.paused_until = True, 0.0
+        self.alive, self.paused_until, self.began = True, 0.0, self.world.now
         with self.world.runs(self), ExitStack() as exits:
             self._open(exits)
             self._exits = exits.pop_all()
