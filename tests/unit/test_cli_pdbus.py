@@ -138,7 +138,8 @@ def test_output_that_cannot_be_written_is_no_traceback(
         f"cli.run(click.command()(lambda: print('caf\\u00e9 \\U0001f680', flush={flush})), 'prog')"
     )
     line = shell.format(f'{shlex.quote(sys.executable)} -c "{program}"')
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=120)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=120, env=buffered)
     assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
 
 
