@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from pdbus.client import Options
@@ -44,6 +45,7 @@ REFUSED = {
 }
 
 ZERO_IS_NOTHING = frozenset(("routed_experts_prompt_start",))
+TAKEN = MAPPED | OF_THE_SERVER
 
 # `EngineCoreRequest`, in the same way.
 REQUEST_MAPPED = frozenset((
@@ -53,6 +55,7 @@ REQUEST_MAPPED = frozenset((
 REQUEST_OF_THE_SERVER = frozenset((
     "arrival_time", "client_index", "current_wave", "external_req_id",
 ))  # fmt: skip
+REQUEST_TAKEN = REQUEST_MAPPED | REQUEST_OF_THE_SERVER
 REQUEST_REFUSED = {
     "mm_features": "images, audio and video",
     "pooling_params": "pooling",
@@ -106,19 +109,19 @@ def options_of(request: Any, *, reasoning_parser: str = "") -> Options:
 
 def check_request(request: Any) -> None:
     """Raise Unsupported for a field of an `EngineCoreRequest` that asks for something no rank can do."""
-    _refuse(request, REQUEST_MAPPED | REQUEST_OF_THE_SERVER, REQUEST_REFUSED)
+    _refuse(request, REQUEST_TAKEN, REQUEST_REFUSED)
     if request.sampling_params is None or not request.prompt_token_ids:
         raise Unsupported("prompt", "a request without a prompt of token ids is not supported")
 
 
 def check_sampling(params: Any) -> None:
     """Raise Unsupported for a field of `SamplingParams` that asks for something no rank can do."""
-    if (params.extra_args or {}).get("kv_transfer_params") is not None:
+    extra, taken = params.extra_args or {}, TAKEN
+    if extra.get("kv_transfer_params") is not None:
         raise Unsupported("kv_transfer_params", "kv_transfer_params are chosen by the cluster, not by a client")
-    taken = MAPPED | OF_THE_SERVER
     if params.prompt_logprobs is not None:
         taken |= {"skip_reading_prefix_cache"}
-    if (params.extra_args or {}).keys() <= {"session_id"}:
+    if extra and extra.keys() <= {"session_id"}:
         taken |= {"extra_args"}
     _refuse(params, taken, REFUSED)
     if params.structured_outputs is not None:
@@ -208,10 +211,16 @@ def fields_of(record: Any) -> tuple[str, ...]:
 
 
 def _refuse(record: Any, taken: frozenset[str], refused: Mapping[str, str]) -> None:
-    for name in fields_of(record):
+    for name in _others(fields_of(record), taken):
         value = getattr(record, name)
-        if name not in taken and _asks(value) and not (name in ZERO_IS_NOTHING and value == 0):
+        if _asks(value) and not (name in ZERO_IS_NOTHING and value == 0):
             raise Unsupported(refused.get(name, name))
+
+
+@lru_cache
+def _others(names: tuple[str, ...], taken: frozenset[str]) -> tuple[str, ...]:
+    """Return those of `names` that are not `taken`: the same few for every request, so they are kept."""
+    return tuple(name for name in names if name not in taken)
 
 
 def _asks(value: object) -> bool:
