@@ -71,7 +71,7 @@ MUTATIONS = (
     Mutation("twice-at-once", "two starts of a rank both serve",
              "controller.members:Members._replace", "if known and not _is_later(load.info, hello):", "if False:", seed=61, how="tight"),
     Mutation("tries-not-counted", "cancelled or fenced by what became of tries that its client did not make",
-             "controller.requests.table:RequestTable.add", "if not same or submit.attempt > submitted:", "if not same:"),
+             "controller.requests.table:RequestTable.add", "if not same or submit.attempt > submitted:", "if not same:", seed=163, how="crowded"),
     Mutation("late-cancels", "the cancel of a request that was given up ends another client's",
              "controller.requests.life:RequestLifecycle.cancel", "room is None or", "True or", seed=85, how="tight"),
     Mutation("cancels-of-the-ended", "a stream that has ended cancels the next request of its rid",
