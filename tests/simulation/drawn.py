@@ -49,7 +49,7 @@ DRAWN = (
              "request.queued[key] = attempt", "pass", seed=83, how="crowded"),
     Mutation("accounting-4", "", "controller.load.table:LoadTable._acknowledge",
              "ack.controller_epoch != mine", "ack.controller_epoch == mine", seed=2679),
-    Mutation("fencing-4", "", "controller.members:Members.hello",
+    Mutation("fencing-4", "", "controller.members:Members._replace",
              "self.state(load) not in DEAD:", "self.state(load) in DEAD:", seed=350),
     Mutation("adoption-4", "", "controller.requests.attempts:Attempts._adopt_orphans",
              "rank.info.model == model and self._balancer.may_run(role, submit, rank)", "rank.info.model == model or self._balancer.may_run(role, submit, rank)",

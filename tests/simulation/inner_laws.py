@@ -288,7 +288,7 @@ def end(world: World, asked: Asked) -> None:
     result = asked.result
     assert result is not None
     dispatched, lived_s = world.dispatched.get(asked.rid), world.now - asked.began
-    turned_down = result.code == "too_many" and dispatched is None
+    turned_down = result.code == "too_many" and dispatched is None and asked.spec.prefill_controller < 0
     if asked.spec.rid or (lived_s < 0.1 and not turned_down):
         return
     late = dispatched is not None and dispatched < world.now - 0.05
