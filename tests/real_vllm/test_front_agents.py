@@ -7,6 +7,7 @@ The programs are the published ones, in a home of their own, and they reach noth
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 import urllib.request
@@ -28,6 +29,8 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def programs() -> Path:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is missing")
     return programs_of("agent-programs", "coding agents", HERE / "programs.json", takes="a minute, 900 MB")
 
 
