@@ -92,7 +92,7 @@ class LabConfig:
             raise ConfigError(f"--report-loss must lie in 0..1 (1 excluded), not {self.report_loss}")
         if self.queue_order not in ("arrival", "slo"):
             raise ConfigError(f"--queue-order is arrival or slo, not {self.queue_order!r}")
-        for name in ("ranks", "decode_ranks"):
+        for name in ("ranks", "decode_ranks", "unified_ranks"):
             if getattr(self, name) > MAX_DP_SIZE:
                 raise ConfigError(f"{_option(name)} must be at most {MAX_DP_SIZE}, not {getattr(self, name)}")
         if self.controllers > 64:

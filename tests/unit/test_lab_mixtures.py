@@ -192,6 +192,7 @@ def test_more_ranks_of_each_kind_are_quicker() -> None:
         ({"decode_ranks": 0, "unified_ranks": 1}, "--unified-ranks go with --ranks and --decode-ranks together"),
         ({"unified_ranks": 1, "unified_share": 1.0}, "--unified-share must lie in 0..1"),
         ({"unified_kv_tokens": 0}, "--unified-kv-tokens must be at least 1"),
+        ({"unified_ranks": 1_000_000}, "--unified-ranks must be at most "),
     ],
 )
 def test_what_is_no_mixture_is_said(settings: dict[str, object], says: str) -> None:
