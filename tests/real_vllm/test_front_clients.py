@@ -114,7 +114,7 @@ def test_vllms_own_benchmark_has_no_failed_request(coder: Front, tmp_path: Path)
         line += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", f"{backend}.json"]
         running.append(subprocess.Popen(line, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     for process, backend in zip(running, ("openai", "openai-chat"), strict=True):
-        said, _ = process.communicate(timeout=300)
+        said, _ = process.communicate(timeout=600)
         assert process.returncode == 0, said[-4000:]
         result = json.loads((tmp_path / f"{backend}.json").read_text())
         assert (result["completed"], result["failed"], result["total_output_tokens"]) == (40, 0, 640), said
