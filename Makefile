@@ -164,7 +164,7 @@ test-vllm-front: ## vLLM's own API server in front of the bus: every API, refusa
 			tests/real_vllm/test_front_fields.py tests/real_vllm/test_front_core.py tests/real_vllm/test_front_live.py \
 			tests/real_vllm/test_front_parsers.py tests/real_vllm/test_front_clients.py \
 			tests/real_vllm/test_front_agents.py tests/real_vllm/test_front_ends.py tests/real_vllm/test_front_kills.py \
-			tests/real_vllm/test_front_bench.py
+			tests/real_vllm/test_front_bench.py tests/real_vllm/test_front_reasoning.py
 
 test-aider: ## aider against vLLM's own server in front of the bus (the first time it installs 700 MB)
 	@echo "==> pytest tests/real_vllm/test_aider.py"
