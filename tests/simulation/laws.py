@@ -77,9 +77,7 @@ def end(world: World, asked: Asked) -> None:
         raise broken("no end without a cause", why)
     felt = _felt(world, asked)
     match result.code:
-        case "ok" if (
-            not felt and result.attempts > 1 and not any(_overlap(asked, other) for other in _namesakes(world, asked))
-        ):
+        case "ok" if not felt and result.attempts > 1 and not _namesakes(world, asked):
             raise broken("what no fault touches takes one try", "")
         case "ok" | "cancelled":
             if not cancelled and len(asked.output.ids) != spec.max_tokens:
@@ -108,11 +106,6 @@ def end(world: World, asked: Asked) -> None:
 
 def _namesakes(world: World, asked: Asked) -> list[Asked]:
     return [other for other in world.asked if other.rid == asked.rid and other is not asked]
-
-
-def _overlap(one: Asked, other: Asked) -> bool:
-    """Return whether both lived at the same time, or nearly."""
-    return other.ended is None or (one.began < other.ended + 1.0 and (one.ended is None or other.began < one.ended))
 
 
 def _waits_for_decode(world: World, asked: Asked) -> bool:
