@@ -33,7 +33,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-front test-aider test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm bench-front test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-front test-coders test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm bench-front test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -166,10 +166,10 @@ test-vllm-front: ## vLLM's own API server in front of the bus: every API, refusa
 			tests/real_vllm/test_front_agents.py tests/real_vllm/test_front_ends.py tests/real_vllm/test_front_kills.py \
 			tests/real_vllm/test_front_bench.py tests/real_vllm/test_front_reasoning.py
 
-test-aider: ## aider against vLLM's own server in front of the bus (the first time it installs 700 MB)
-	@echo "==> pytest tests/real_vllm/test_aider.py"
+test-coders: ## Claude Code, Codex and aider against vLLM's own server in front of the bus (needs npm; installs 1.5 GB)
+	@echo "==> pytest tests/real_vllm/test_coders.py"
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
-		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm/test_aider.py
+		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm/test_coders.py
 
 test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many minutes)
 	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"

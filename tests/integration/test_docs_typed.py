@@ -27,7 +27,7 @@ HERE = "tests/integration/test_docs_typed.py"
 TYPED = {
     "docs/tutorial.md": HERE,
     "docs/hosts.md": "tests/hosts/test_served.py",
-    "docs/agents.md": "tests/real_vllm/test_front_agents.py",
+    "docs/agents.md": "tests/real_vllm/test_coders.py",
     ". .venv/bin/activate": HERE,
     'pdbus generate "What is a load balancer?"': HERE,
     "from pdbus import Client": HERE,

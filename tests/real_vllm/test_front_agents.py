@@ -1,13 +1,10 @@
-"""Coding agents and the libraries of agents, set up as docs/agents.md says, against vLLM's own server in front of
-scripted ranks: each reads a file by a tool of its own, and answers by what it read.
-
-The programs are the published ones, in a home of their own, and they reach nothing but this machine.
+"""The libraries of agents, set up as docs/agents.md says, against vLLM's own server in front of scripted ranks, and the
+page's one machine. Coding agents themselves: test_coders.py.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 import urllib.request
@@ -15,41 +12,16 @@ from pathlib import Path
 
 import pytest
 from docs_commands import commands
-from engine_venv import programs_of, python_of
+from engine_venv import python_of
 from front_server import ENV, Front
 from part_process import PartProcess
-from scripted_front import ANSWER, at, one, typed
+from scripted_front import at, one, typed
 
 from bus.runtime.ports import free_ports
 
 pytestmark = pytest.mark.timeout(900)
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def programs() -> Path:
-    if shutil.which("npm") is None:
-        pytest.skip("npm is missing")
-    return programs_of("agent-programs", "coding agents", HERE / "programs.json", takes="a minute, 900 MB")
-
-
-def test_claude_code(coder: Front, home: Path, programs: Path) -> None:
-    said, sessions = typed(coder, home, one("claude -p"), programs)
-    assert ANSWER in said
-    assert len(sessions) >= 2
-    assert len(set(sessions)) == 1
-    assert len(sessions[0].partition("/")[2]) == 36, "behind the key's hash"
-
-
-def test_codex(coder: Front, home: Path, programs: Path) -> None:
-    (home / ".codex").mkdir()
-    (home / ".codex" / "config.toml").write_text(at(coder.port, one("model_provider =")))
-    said, sessions = typed(coder, home, one("codex exec"), programs)
-    assert ANSWER in said
-    assert len(sessions) >= 2
-    assert len(set(sessions)) == 1, "its prompt_cache_key"
-    assert sessions[0]
 
 
 def test_the_libraries(coder: Front, home: Path) -> None:
