@@ -36,7 +36,7 @@ def option(*names: str, **settings: Any) -> Decorator:
 def setting(name: str, text: str) -> Decorator:
     """Return an option for the LabConfig field `name`, with its default and type."""
     default = getattr(LabConfig(), name)
-    kind = cli.Seconds() if name.endswith("_s") else type(default)
+    kind = cli.Seconds() if name.endswith(("_s", "_s_per_token")) else type(default)
     return option("--" + name.replace("_", "-"), type=kind, default=default, help=text)
 
 

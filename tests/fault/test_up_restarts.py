@@ -96,7 +96,7 @@ def test_a_node_that_is_killed_again_and_again_is_given_up(directory: Path) -> N
 
 def test_a_part_that_fails_at_its_first_start_ends_it_with_its_reason(directory: Path) -> None:
     with Up(directory, *SIM, "--", "--kv-tokens", "-1", ready=False) as up:
-        assert up.end() == 3
+        assert up.end() == 2
     last = up.said["stderr"].splitlines()[-1]
     assert re.match(r"pdbus: error: (prefill|decode)-0/0: --kv-tokens, .* must not be negative$", last), up.said[
         "stderr"

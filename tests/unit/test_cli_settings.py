@@ -55,7 +55,7 @@ def test_a_duration_is_a_number_of_seconds(each: click.Command, option: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["replay", "--ranks", "many"], "'many' is not a valid integer. (see pdbus replay --help)"),
+        (["replay", "--chunk-tokens", "many"], "'many' is not a valid integer. (see pdbus replay --help)"),
         (["generate"], "Missing argument 'TEXT'. (see pdbus generate --help)"),
         (["keys", "add", "a", "client"], "Missing argument 'NAME'. (see pdbus keys add --help)"),
         (
