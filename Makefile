@@ -33,7 +33,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-front test-coders test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm bench-front test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-front test-vllm-front-long test-coders test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm bench-front test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -157,19 +157,19 @@ test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes;
 			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_defaults.py tests/real_vllm/test_vllm_streams.py \
 			tests/real_vllm/test_vllm_live.py tests/real_vllm/test_vllm_params.py
 
+FRONT = vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
+	PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm
+
 test-vllm-front: ## vLLM's own API server in front of the bus: every API, refusals, kills, the plugin, several servers
 	@echo "==> pytest tests/real_vllm/test_front_*.py"
-	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
-		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
-			tests/real_vllm/test_front_fields.py tests/real_vllm/test_front_core.py tests/real_vllm/test_front_live.py \
-			tests/real_vllm/test_front_parsers.py tests/real_vllm/test_front_clients.py \
-			tests/real_vllm/test_front_agents.py tests/real_vllm/test_front_ends.py tests/real_vllm/test_front_kills.py \
-			tests/real_vllm/test_front_bench.py tests/real_vllm/test_front_reasoning.py
+	@$(FRONT) $(foreach part,fields core live parsers clients ends kills,tests/real_vllm/test_front_$(part).py)
+
+test-vllm-front-long: ## The rest of it: libraries by docs/agents.md, reasoning on a real rank, the benchmark (5 minutes)
+	@$(FRONT) $(foreach part,agents reasoning bench,tests/real_vllm/test_front_$(part).py)
 
 test-coders: ## Claude Code, Codex and aider against vLLM's own server in front of the bus (needs npm; installs 1.5 GB)
 	@echo "==> pytest tests/real_vllm/test_coders.py"
-	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
-		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm/test_coders.py
+	@$(FRONT) tests/real_vllm/test_coders.py
 
 test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many minutes)
 	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"
