@@ -44,8 +44,8 @@ class RequestTable:
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
-        # requests that failed of late, whose ranks may still say something of them: room, prompt tokens, the attempt
-        # that was submitted last, and the last one that was made of it here
+        # requests that failed of late, or were tried again here: their ranks may still say something of them. Room,
+        # prompt tokens, the attempt that was submitted last, and the last one that was made here
         self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
         self._due: TimerSlots[Rid | Rank] = TimerSlots(now)
         self.requests: dict[Rid, Request] = {}
@@ -119,7 +119,7 @@ class RequestTable:
         self, request: Request, now: float, code: Code = "ok", why: str = "", *, failed: bool = False
     ) -> RequestRecord:
         """Remove a request that ended with `code`, and return its record, which stays. If it `failed`, the ranks
-        that it lost are remembered, in case its client sends it again."""
+        that it lost are remembered, in case its client sends it again; so are tries that its client may not know."""
         if request.lane is not None:
             self.queue.remove(request)
         request.step("over")
@@ -131,14 +131,8 @@ class RequestTable:
             self.release_payload(request)
         if request.deadline_at is not None:
             self._due.remove(request.rid, request.deadline_at)
-        if failed and request.tries:
-            submit = request.submit
-            prompt_tokens = submit.prompt_tokens - submit.offset
-            self._over[request.rid] = submit.bootstrap_room, prompt_tokens, submit.attempt, request.attempt
-            if len(self._over) > MAX_OVER:
-                del self._over[next(iter(self._over))]
-        if failed and request.losses:
-            self._keep_losses(request.rid, request.submit.offset, request.losses)
+        if failed or request.attempt > request.submit.attempt:
+            self._remember(request, failed)
         record = record_of(request, now, code, why)
         self.history.add(record)
         return record
@@ -190,6 +184,17 @@ class RequestTable:
         assert self._of_client == Counter(request.client or request.peer for request in live)
         assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.orphans.ranks
         assert self._rooms == {place: request.rid for request in live for place in request.places}
+
+    def _remember(self, request: Request, failed: bool) -> None:
+        """Keep what a later submit under this rid has to know of the request, which is over."""
+        if request.tries:
+            submit = request.submit
+            prompt_tokens = submit.prompt_tokens - submit.offset
+            self._over[request.rid] = submit.bootstrap_room, prompt_tokens, submit.attempt, request.attempt
+            if len(self._over) > MAX_OVER:
+                del self._over[next(iter(self._over))]
+        if failed and request.losses:
+            self._keep_losses(request.rid, request.submit.offset, request.losses)
 
     def _keep_losses(self, rid: Rid, offset: int, losses: int) -> None:
         self._losses[rid] = offset, losses

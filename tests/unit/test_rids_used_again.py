@@ -333,12 +333,16 @@ class TestController:
         unclear.untold("r", 2, second)
         assert unclear.given_up([("r", 1), ("r", 3)]) == [("r", 1, room)]
 
-    def test_a_later_attempt_follows_all_that_were_made_here(self) -> None:
-        """M73: its client does not know of the second, whose ranks answer it with that one's end."""
+    @pytest.mark.parametrize("cancelled", [True, False])
+    def test_a_later_attempt_follows_all_that_were_made_here(self, cancelled: bool) -> None:
+        """M73: its client does not know of the second, whose ranks answer it with that one's end, also a good one."""
         world = unified()
         world.submit(submit("r", bootstrap_room=5))
         world.progress(U[0], ended=world.dispatches(U[0]), code="overloaded")
-        world.feed(FromClient("client", Cancel("r", 5), ()))
+        if cancelled:
+            world.feed(FromClient("client", Cancel("r", 5), ()))
+        else:
+            world.progress(U[1], ended=world.dispatches(U[1]))
         world.submit(submit("r", bootstrap_room=5, attempt=2))
         assert [dispatch.attempt for dispatch in world.dispatches()] == [1, 2, 3]
 
