@@ -37,28 +37,29 @@ def drawn(count: int, seed: int = 5) -> Trace:
 
 
 def digest(outcome: Outcome) -> str:
-    """A short name of all that an outcome of pairs says, to the last bit."""
+    """A short name of all that an outcome of pairs says, its times to a nanosecond: the sum of floats is not the same
+    in all versions of Python."""
     courses = [
         (
-            course.prefill_rank, course.decode_rank, course.first_token_s.hex(), course.finished_s.hex(),
-            course.cached_tokens, course.regret_tokens, course.arrived_s.hex(),
+            course.prefill_rank, course.decode_rank, round(course.first_token_s, 9), round(course.finished_s, 9),
+            course.cached_tokens, course.regret_tokens, round(course.arrived_s, 9),
         )
         for course in outcome.courses
     ]  # fmt: skip
     load = [[*row] for row in outcome.load], [[*row] for row in outcome.decode_load]
-    busy = outcome.prefill_busy.hex(), outcome.decode_busy.hex(), outcome.ended_s.hex()
+    busy = round(outcome.prefill_busy, 9), round(outcome.decode_busy, 9), round(outcome.ended_s, 9)
     return hashlib.sha256(repr((courses, load, busy)).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize(
     ("method", "settings", "found"),
     [
-        ("cache_aware", {"report_loss": 0.1, "controllers": 2, "report_delay_s": 0.05}, "00c32a3c572f553f"),
+        ("cache_aware", {"report_loss": 0.1, "controllers": 2, "report_delay_s": 0.05}, "8828d756228519dc"),
         ("total_tokens", {"load": 1.3, "queue_order": "slo", "tpot_admission": True, "first_at_decode": True,
-                          "decode_ranks": 1, "slo_tpot_s": 0.015}, "62cebc7dec28beb3"),
-        ("late_cache", {"decode_ranks": 0, "controllers": 2}, "7f5d231744436c71"),
-        ("vllm_counts", {"ranks": 2, "load": 1.0}, "e05f97ccc85396cd"),
-        ("oracle_cache", {"ranks": 2, "concurrency": 8}, "e4f8709bce4911c1"),
+                          "decode_ranks": 1, "slo_tpot_s": 0.015}, "d459a6dad8a4c703"),
+        ("late_cache", {"decode_ranks": 0, "controllers": 2}, "76a0ff810b406b96"),
+        ("vllm_counts", {"ranks": 2, "load": 1.0}, "0e6e79bf06220be2"),
+        ("oracle_cache", {"ranks": 2, "concurrency": 8}, "ec8c7069c12a91cc"),
     ],
 )  # fmt: skip
 def test_pairs_alone_have_the_outcomes_that_they_had_before_there_were_mixtures(
@@ -143,7 +144,7 @@ def test_every_method_ends_every_request_of_a_mixture_once(method: str) -> None:
     found = summarise(outcome, config)
     assert 0 < found.unified_busy < 1 > found.prefill_busy > 0
     assert {len(row) for row in outcome.load} == {5}
-    assert simulate(trace, method, config) == outcome
+    assert repr(simulate(trace, method, config)) == repr(outcome), "NaN is not equal to itself"
 
 
 @pytest.mark.parametrize("controllers", [1, 2])

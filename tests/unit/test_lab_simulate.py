@@ -168,7 +168,7 @@ def test_decode_admission_keeps_the_time_per_token_and_costs_nothing_where_steps
     assert kept.tpot_p99_s < 0.017 < free.tpot_p50_s
     for without in ({"decode_ranks": 8, "queue_order": "slo"}, {"decode_ranks": 1, "slo_tpot_s": 0.015}):
         kept = run("cache_aware", of=early, **without, tpot_admission=True)
-        assert kept == run("cache_aware", of=early, **without)
+        assert repr(kept) == repr(run("cache_aware", of=early, **without)), "NaN is not equal to itself"
 
 
 @pytest.mark.parametrize("method", ["oracle", "overwrite", "power_of_two"])
