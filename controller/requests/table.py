@@ -84,7 +84,8 @@ class RequestTable:
     def add(self, request: Request) -> None:
         """Add a request. If it is another request than the one that failed under its rid, it begins with a new
         attempt number, so that late reports of ranks about the failed one are not taken for its own. A later attempt
-        of the same request does so too: its client need not know how many were made here."""
+        of the same request does so too: its client need not know how many were made here. What it says again keeps the
+        last number that it had here."""
         rid = request.rid
         self.requests[rid] = request
         if rid in self._over:
@@ -92,7 +93,8 @@ class RequestTable:
             room, prompt_tokens, submitted, attempt = self._over.pop(rid)
             same = (room, prompt_tokens) == (submit.bootstrap_room, submit.prompt_tokens - submit.offset)
             if not same or submit.attempt > submitted:
-                request.attempt = max(request.attempt, min(attempt + 1, MAX_ATTEMPT))
+                attempt = min(attempt + 1, MAX_ATTEMPT)
+            request.attempt = max(request.attempt, attempt)
         for place in request.places:
             self._rooms[place] = rid
         self._enter(request)
