@@ -203,7 +203,7 @@ def test_the_machine_with_the_addresses_is_the_cluster(ray: Machines, directory:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("--", "--kv-tokens", "-1"), 3, r"(prefill|decode)-0/\d: --kv-tokens, .* must not be negative"),
+        (("--", "--kv-tokens", "-1"), 2, r"(prefill|decode)-0/\d: --kv-tokens, .* must not be negative"),
         (
             ("--decode-resources", "CPU=99", "--start-timeout-s", "2"),
             3,

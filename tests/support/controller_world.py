@@ -80,12 +80,12 @@ def prompt(tokens: int) -> bytes:
 class World:
     """Feeds events, keeps every action by receiver."""
 
-    def __init__(self, *, spans: bool = False, **settings: Any) -> None:
+    def __init__(self, *, now: float = 0.0, spans: bool = False, **settings: Any) -> None:
         settings.setdefault("settle_s", 0.0)
         self.core = ControllerCore(
-            ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c", **settings), EPOCH, 0.0, spans=spans
+            ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c", **settings), EPOCH, now, spans=spans
         )
-        self.now = 0.0
+        self.now = now
         self.to_clients: list[ToClient] = []
         self.to_nodes: list[ToNode] = []
         self.published: list[Message] = []

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_world import EPOCH, PARAMS, D, P, World, failure, hello, pd, prompt, submit, unified
+from controller_world import EPOCH, PARAMS, D, P, U, World, failure, hello, pd, prompt, submit, unified
 
+from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Accepted, Done, Failed, Location
+from controller.events import Tick
 
 
 class TestPair:
@@ -144,6 +146,19 @@ def test_hashes_that_its_prompt_has_not_are_refused_before_anything_looks_at_the
     world.submit(submit("none", prompt_tokens=1, block_hashes=bytes(16)))
     assert [each.code for each in world.answers(Failed)] == ["bad_request"] * 5
     assert [each.rid for each in world.answers(Accepted)] == ["fits-16", "fits-1"]
+
+
+def test_a_prefix_is_expected_as_long_if_it_was_dispatched_before_the_first_tick() -> None:
+    world = unified(unified_method="cache_aware", now=5_000.0)
+    found = []
+    for rid in "abc":
+        world.submit(submit(rid, prompt_tokens=320, block_tokens=16, block_hashes=pack_hashes(range(1, 21))))
+        (node,) = (each for each in U if any(leg.rid == rid for leg in world.dispatches(each)))
+        found.append(node)
+        world.progress(node, ended=world.dispatches(node)[-1:])
+        world.report(node, acks=[(EPOCH, len(found), 0)])
+        world.feed(Tick())
+    assert found == [found[0]] * 3
 
 
 class TestLoneLegs:
