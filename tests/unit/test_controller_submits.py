@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_world import EPOCH, PARAMS, D, P, U, World, failure, hello, pd, prompt, submit, unified
+from controller_world import EPOCH, PARAMS, D, P, World, failure, hello, pd, prompt, submit, unified
 
 from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Accepted, Done, Failed, Location
@@ -150,15 +150,13 @@ def test_hashes_that_its_prompt_has_not_are_refused_before_anything_looks_at_the
 
 def test_a_prefix_is_expected_as_long_if_it_was_dispatched_before_the_first_tick() -> None:
     world = unified(unified_method="cache_aware", now=5_000.0)
-    found = []
-    for rid in "abc":
-        world.submit(submit(rid, prompt_tokens=320, block_tokens=16, block_hashes=pack_hashes(range(1, 21))))
-        (node,) = (each for each in U if any(leg.rid == rid for leg in world.dispatches(each)))
-        found.append(node)
-        world.progress(node, ended=world.dispatches(node)[-1:])
-        world.report(node, acks=[(EPOCH, len(found), 0)])
+    hashes = pack_hashes(range(1, 21))
+    world.submit(submit("r", prompt_tokens=320, block_tokens=16, block_hashes=hashes))
+    prefixes = world.core.policies["unified"].prefixes  # type: ignore[attr-defined]
+    for passes_s, left in ((0.0, 20), (299.0, 20), (2.0, 0)):
+        world.now += passes_s
         world.feed(Tick())
-    assert found == [found[0]] * 3
+        assert len(prefixes) == left
 
 
 class TestLoneLegs:
