@@ -46,6 +46,23 @@ def timing_option(command: Any) -> Any:
     return option("--timing", default="h100-8b", metavar="NAME|FILE", help=text)(command)
 
 
+def transfer_options(command: Any) -> Any:
+    """Add the options of KV transfers to a command."""
+    link = (
+        "Seconds that a KV token takes on a rank's link, which its transfers share; 0: 2.6e-6, or what --timing has, "
+    )
+    options = (
+        setting("link_s_per_token", link + "whatever else is under way."),
+        option("--fetch-by-layer", is_flag=True, show_default=False,
+               help="KV transfers begin with the computation of the prompt, not after it."),
+        option("--decode-cache", is_flag=True, show_default=False,
+               help="Decode ranks keep what they fetched and generated, and fetch only what they lack."),
+    )  # fmt: skip
+    for each in reversed(options):
+        command = each(command)
+    return command
+
+
 def timing_settings(name: str, scale: float) -> dict[str, Any]:
     """Return the LabConfig settings that `--timing` (`name`: a built-in timing, or a file) and `--timing-scale` give.
     Raises ConfigError for a file that cannot be read."""

@@ -17,7 +17,16 @@ from rich.table import Table
 from bus.errors import ConfigError
 from bus.runtime import cli
 from controller.config import ControllerConfig
-from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing_option, timing_settings, traces_of
+from pdbus.commands.lab import (
+    GENERATED_S,
+    option,
+    run_virtual,
+    setting,
+    timing_option,
+    timing_settings,
+    traces_of,
+    transfer_options,
+)
 from pdbus.lab.config import LabConfig
 from pdbus.lab.plan import Found, Plan
 from pdbus.lab.plan import plan as find
@@ -50,12 +59,7 @@ WIDE = 160  # columns of the whole table
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
 @setting("unified_kv_tokens", "KV memory of a unified rank.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
-@setting("link_s_per_token", "Seconds that a KV token takes on a rank's link, which its transfers share; 0: 2.6e-6, or "
-         "what --timing has, whatever else is under way.")  # fmt: skip
-@option("--fetch-by-layer", is_flag=True, show_default=False,
-         help="KV transfers begin with the computation of the prompt, not after it.")  # fmt: skip
-@option("--decode-cache", is_flag=True, show_default=False,
-         help="Decode ranks keep what they fetched and generated, and fetch only what they lack.")  # fmt: skip
+@transfer_options
 @setting("report_delay_s", "Additional delay of load reports.")
 @setting("report_loss", "Share of reports that never arrive.")
 @setting("late_tokens", "Order slo: a rank with fewer queued tokens gets the next request.")

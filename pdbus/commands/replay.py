@@ -17,7 +17,16 @@ from rich.console import Console
 from bus.errors import ConfigError
 from bus.runtime import cli
 from nodes.engines import EngineName
-from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing_option, timing_settings, traces_of
+from pdbus.commands.lab import (
+    GENERATED_S,
+    option,
+    run_virtual,
+    setting,
+    timing_option,
+    timing_settings,
+    traces_of,
+    transfer_options,
+)
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, Run, result_of, row_of
 from pdbus.lab.config import LabConfig
@@ -81,12 +90,7 @@ class _Command(click.Command):
 @setting("unified_kv_tokens", "KV memory of a unified rank.")
 @setting("decode_method", "Method for decode ranks.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
-@setting("link_s_per_token", "Seconds that a KV token takes on a rank's link, which its transfers share; 0: 2.6e-6, or "
-         "what --timing has, whatever else is under way.")  # fmt: skip
-@option("--fetch-by-layer", is_flag=True, show_default=False,
-         help="KV transfers begin with the computation of the prompt, not after it.")  # fmt: skip
-@option("--decode-cache", is_flag=True, show_default=False,
-         help="Decode ranks keep what they fetched and generated, and fetch only what they lack.")  # fmt: skip
+@transfer_options
 @setting("prefill_running", "Prompts that a prefill rank runs at once.")
 @setting("decode_running", "Requests that a decode rank runs at once.")
 @setting("unified_running", "Requests that a unified rank runs at once.")

@@ -254,7 +254,7 @@ def test_what_no_rank_can_run_is_refused_without_a_traceback(
 def test_an_overloaded_cluster_refuses_before_a_stream_begins_and_is_well_again(
     world: World, served: Front, logged: Callable[[], str]
 ) -> None:
-    """No request hangs, none that was taken is lost. Whoever asks while a refusal stands is refused at once."""
+    """No request hangs, and none that was taken is lost. One that comes while a refusal stands is refused at once."""
     before, refused = counted(served), threading.Semaphore(0)
 
     def ask(_: int) -> str:

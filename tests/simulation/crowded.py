@@ -11,8 +11,8 @@ import random
 from dataclasses import replace
 
 from simulation.network import KERNEL
-from simulation.small import draw_small
-from simulation.spec import VOCAB, Fault, Kind, NodeSpec, RequestSpec, Spec
+from simulation.small import draw_nodes, draw_small
+from simulation.spec import VOCAB, Fault, Kind, RequestSpec, Spec
 
 PACES = ((0.05, (20, 60, 120)), (0.1, (20, 60, 120)), (0.2, (10, 40, 80)), (0.3, (10, 40, 60)))
 MOMENTS_S = (-0.02, 0.0, 0.0004, 0.0008, 0.0012, 0.002, 0.01, 0.1, 0.5, 2.0)  # from a submit until something befalls
@@ -37,7 +37,7 @@ def draw_crowded(seed: int) -> Spec:
     settings += [("lease_s", rng.choice((1.0, 1.0, 1.0, 2.0)))]
     settings += [("client_requests", rng.choice((1, 2)))] if rng.random() < 0.2 else []
     spec = replace(
-        spec, tcp=True, hosts=3, nodes=_nodes(spec.paired, rng), settings=tuple(settings), kv_tokens=1024,
+        spec, tcp=True, hosts=3, nodes=draw_nodes(spec.paired, 3, rng), settings=tuple(settings), kv_tokens=1024,
         max_running=rng.choice((1, 1, 2, 4)), chunk_tokens=64, step_s=step_s, hwm=rng.choice((10_000, 10_000, 3)),
         kernel=rng.choice((KERNEL, 0)), fickle=rng.random() < 0.6, busy_s=rng.choice((4.0, 8.0)),
     )  # fmt: skip
@@ -74,16 +74,6 @@ def _otherwise(spec: Spec, rng: random.Random) -> Spec:
         some = rng.sample(nodes, rng.randint(1, len(nodes)))
         faults += [Fault(round(at_s + rng.uniform(0.0, 2.0), 6), "crash", node) for node in some]
     return replace(spec, requests=tuple(requests), faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
-
-
-def _nodes(paired: bool, rng: random.Random) -> tuple[NodeSpec, ...]:
-    nodes: list[NodeSpec] = []
-    for role in ("prefill", "decode") if paired else ("unified",):
-        ranks = rng.choice((1, 2, 2, 3))
-        size = rng.choice((1, 1, ranks))
-        for first in range(0, ranks, size):
-            nodes.append(NodeSpec(f"{role}-{first}", f"h{rng.randrange(3)}", role, role, ranks, first, size))
-    return tuple(nodes)
 
 
 def _requests(spec: Spec, tokens: tuple[int, ...], rng: random.Random) -> tuple[RequestSpec, ...]:

@@ -99,7 +99,7 @@ DRAWN = (
              "if not request.tries and", "if request.tries and", seed=81, how="tight"),
     Mutation("retry-8", "", "controller.requests.losses:Losses.unsent",
              "self._attempts.undo(leg, request)", "pass",
-             unseen="the leg is withdrawn instead: its cancel meets the same dead connection, what was sent is counted anew when the rank comes back, and a counter shows one failed dispatch more"),
+             unseen="the leg is withdrawn instead: its cancel meets the same dead connection, the counts of what was sent start again when the rank comes back, and a counter shows one failed dispatch more"),
     Mutation("resume-8", "", "pdbus.client.core:ClientCore._tokens",
              "if message.finish:", "if not (message.finish):", seed=3114),
 )  # fmt: skip

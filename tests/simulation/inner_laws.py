@@ -179,8 +179,8 @@ def _acknowledged(world: World, node: NodeProcess) -> None:
 
 
 def _tries(world: World, client: ClientProcess) -> None:
-    """Who has to try again does so when that is due; who hears nothing of its rank looks for another; and a stream
-    fails by the word of the rank that it is read from."""
+    """A request that has to be tried again is, when that is due; a client that receives nothing from a rank looks for
+    another; and a stream fails by the word of the rank that it is read from."""
     for request in client.traffic._core._requests.values():
         told = client.name, request.endpoint, request.rid, request.attached
         if request.state is State.AWAITING_VERDICT and told not in world.failures:

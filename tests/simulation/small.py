@@ -27,18 +27,24 @@ PAIRS = (("controller", "client"), ("controller", "node"), ("controller", "node"
 BETWEEN: tuple[Kind, ...] = ("cut", "cut_one_way", "sever")
 
 
-def draw_small(seed: int) -> Spec:
-    """The trial of `seed`."""
-    rng = random.Random(f"{seed} small")
-    tcp = rng.random() < 0.75
-    hosts = rng.randint(1, 3) if tcp else 1
-    paired = rng.random() < 0.5
+def draw_nodes(paired: bool, hosts: int, rng: random.Random) -> tuple[NodeSpec, ...]:
+    """Return one to three ranks of each role, in one process or in one each, on any of `hosts`."""
     nodes: list[NodeSpec] = []
     for role in ("prefill", "decode") if paired else ("unified",):
         ranks = rng.choice((1, 2, 2, 3))
         size = rng.choice((1, 1, ranks))
         for first in range(0, ranks, size):
             nodes.append(NodeSpec(f"{role}-{first}", f"h{rng.randrange(hosts)}", role, role, ranks, first, size))
+    return tuple(nodes)
+
+
+def draw_small(seed: int) -> Spec:
+    """The trial of `seed`."""
+    rng = random.Random(f"{seed} small")
+    tcp = rng.random() < 0.75
+    hosts = rng.randint(1, 3) if tcp else 1
+    paired = rng.random() < 0.5
+    nodes = draw_nodes(paired, hosts, rng)
     step_s, tokens = rng.choice(PACES)
     settings: list[tuple[str, object]] = []
     if rng.random() < 0.75:
@@ -52,7 +58,7 @@ def draw_small(seed: int) -> Spec:
             methods = ["total_requests", "total_tokens", "round_robin"]
             settings.append((f"{role}_method", rng.choice([*methods, *(["cache_aware"] if role != "decode" else [])])))
     spec = Spec(
-        seed=seed, tcp=tcp, hosts=hosts, nodes=tuple(nodes), controllers=rng.choice((1, 2, 2)),
+        seed=seed, tcp=tcp, hosts=hosts, nodes=nodes, controllers=rng.choice((1, 2, 2)),
         clients=rng.choice((1, 2, 2, 3)), paired=paired, settings=tuple(settings), kv_tokens=rng.choice((256, 1024)),
         max_running=rng.choice((1, 2, 4)), chunk_tokens=rng.choice((8, 64)), step_s=step_s,
         hwm=rng.choice((10_000, 20)), retries=6, fickle=rng.random() < 0.6, requests=(), faults=(),

@@ -218,7 +218,7 @@ class TestLoneLegs:
         assert [each.rid for each in world.dispatches(D[0])] == ["pair", "later"]
 
     def test_such_a_leg_keeps_away_from_ranks_that_it_avoids(self) -> None:
-        """As the one that it failed at, though that has less to do."""
+        """The leg goes to the other rank, although the one to avoid has less to do."""
         world = World()
         for rank, waiting in zip(D, (4, 5), strict=True):
             world.join(rank)

@@ -234,10 +234,10 @@ def test_a_node_that_is_told_to_leave_before_it_is_ready_finishes_what_runs_ther
                 nonlocal ahead_s
                 rank.driver.apply(rank.core.handle(Finished(next(iter(rank.core.legs)), "stop"), loop.clock()))
                 rank.turn()
-                ahead_s = STREAM_GRACE_S + GOODBYE_S  # nobody reads, and no bus carries its goodbye
+                ahead_s = STREAM_GRACE_S + GOODBYE_S  # no client reads, and no bus carries its goodbye
 
             loop.call_later(0.0, leave)
-            node.run(lambda node: pytest.fail("nobody has answered it"))
+            node.run(lambda node: pytest.fail("it has had no answer"))
     assert [end.code for end in told] == ["ok"]
 
 
