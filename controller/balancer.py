@@ -43,7 +43,9 @@ class Balancer:
     the known ranks is not final, since some may be missing. `suspects` are ranks that may come back at any moment: a
     request that one of them could take waits."""
 
-    def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
+    def __init__(
+        self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None, now: float = 0.0
+    ) -> None:
         self.table = table
         self.policies = policies
         self.late = late  # None: requests go to ranks at once
@@ -57,6 +59,7 @@ class Balancer:
         self._charges = _overriding("charge", policies)
         self._watches = _overriding("dispatched", policies)
         self._learns = _overriding("ended", policies)
+        self.tick(now)  # what a policy expects for a while is counted from this time on
 
     # --- requests ---------------------------------------------------------------------------------------------
 

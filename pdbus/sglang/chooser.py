@@ -58,7 +58,7 @@ class Chooser:
         lease_s: float = LEASE_S,
     ) -> None:
         self.table = LoadTable(nonce)
-        self._balancer = Balancer(self.table, {role: policy})
+        self._balancer = Balancer(self.table, {role: policy}, now=now)
         self._role: Role = role
         self._uses_hashes = policy.uses_hashes
         self._instance = instance

@@ -23,8 +23,9 @@ def request(tokens: int | list[int] = 10, room: int | None = 0, rid: str = "r") 
 
 
 class World:
-    def __init__(self, method: str | Policy, *, dp_size: int = 2, role: Role = "prefill", page: int = PAGE) -> None:
-        self.now = 0.0
+    def __init__(self, method: str | Policy, *, dp_size: int = 2, role: Role = "prefill", page: int = PAGE,
+                 now: float = 0.0) -> None:  # fmt: skip
+        self.now = now
         self._seqs = [0] * dp_size
         policy = make_policy(method, PolicySettings(role=role)) if isinstance(method, str) else method
         self.chooser = Chooser(
@@ -200,6 +201,14 @@ def test_a_rank_is_charged_what_it_will_have_to_compute() -> None:
 
 
 # --- who lives --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_is_expected_as_long_if_it_was_dispatched_before_the_first_tick() -> None:
+    policy = make_policy("cache_aware", PolicySettings(role="prefill"))
+    world = World(policy, now=5_000.0)
+    world.pick(PROMPT)
+    world.chooser.tick(world.now)
+    assert policy.prefixes
 
 
 def test_a_rank_that_falls_silent_gets_nothing_until_it_is_heard_again() -> None:
