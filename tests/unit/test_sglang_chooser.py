@@ -200,15 +200,15 @@ def test_a_rank_is_charged_what_it_will_have_to_compute() -> None:
     assert (rank.tokens, rank.in_flight_tokens, rank.outstanding) == (0, 0, 0)
 
 
-# --- who lives --------------------------------------------------------------------------------------------------------
-
-
 def test_a_prefix_is_expected_as_long_if_it_was_dispatched_before_the_first_tick() -> None:
     policy = make_policy("cache_aware", PolicySettings(role="prefill"))
     world = World(policy, now=5_000.0)
     world.pick(PROMPT)
     world.chooser.tick(world.now)
     assert policy.prefixes
+
+
+# --- who lives --------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_falls_silent_gets_nothing_until_it_is_heard_again() -> None:
