@@ -264,6 +264,11 @@ def after_kills(kills: Sequence[Kill]) -> list[Check]:
 # --- 8: more than the KV memory holds ---------------------------------------------------------------------------------
 
 
+def held(load: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank with this load still has of requests."""
+    return {name: load[name] for name in ("running", "waiting", "kv_tokens") if load[name]}
+
+
 def pressure(
     load: Mapping[str, Any],
     log: str,
@@ -275,7 +280,7 @@ def pressure(
     """`asked`: tokens that all requests at once come to; `rest`: the load once they have ended."""
     size = _last(KV_SIZE, log)
     wrong = [check for check in answers if not check.ok]
-    held = {name: rest[name] for name in ("running", "waiting", "kv_tokens") if rest[name]}
+    left = held(rest)
     return [
         _equal("the rank's KV capacity and its engine's own", load["kv_capacity"], size),
         Check("more was asked for than the memory holds", asked > load["kv_capacity"],
@@ -283,7 +288,7 @@ def pressure(
         Check("each answer is as without others", bool(answers) and not wrong,
               "; ".join(f"{each.what}: {each.found}" for each in wrong[:4])
               or f"{len(answers)} answers, {preempted:g} preemptions"),
-        Check("nothing is held at rest", not held, str(held or "nothing")),
+        Check("nothing is held at rest", not left, str(left or "nothing")),
     ]  # fmt: skip
 
 

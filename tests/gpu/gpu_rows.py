@@ -108,6 +108,7 @@ def transfer(bench: Bench) -> list[Check]:
         ids = bench.ids(bench.longest, start="Once more. ")
         bench.ask(client, ids, max_tokens=4).result.raise_if_failed()
         until(lambda: bench.figure(DECODE, fetch) > seconds, "the node counts the fetch", 60)
+        until(lambda: checks.transports(bench.log(PREFILL) + bench.log(DECODE)), "UCX says what it uses", 60)
     return checks.transfer(
         bench.log(PREFILL) + bench.log(DECODE), len(ids) * kv_bytes(bench.models["dense"]),
         bench.figure(DECODE, fetch) - seconds, bench.figure(DECODE, by, **local) - computed, bench.gpu,
@@ -294,7 +295,7 @@ def pressure(bench: Bench) -> list[Check]:
         first = [answer(bench.ask(client, ids, max_tokens=output)) for ids in prompts[:4]]
         streams = [bench.ask(client, ids, max_tokens=output) for ids in prompts]
         answers = [answer(stream) for stream in streams]
-        until(lambda: not bench.load("unified")["kv_tokens"], "no KV is held", 60)
+        until(lambda: not checks.held(bench.load("unified")), "nothing is held", 60)
     found = [checks.same_answer(f"request {number}", one, other, bench.tolerance)
              for number, (one, other) in enumerate(zip(first, answers, strict=False))]  # fmt: skip
     found += [Check(f"request {number}", len(each.ids) == output, f"{each.code}, {len(each.ids)} tokens")
