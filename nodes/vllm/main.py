@@ -120,6 +120,7 @@ def _engine(
                 name=f"{choices.engine_id}-{dp_rank}",
                 sampling=versions.sampling,
                 prompt=versions.prompt,
+                check=versions.check_of(engine.client),
                 lease_s=lease_s,
                 on_engine=engine.call,
                 on_link=loop.call_threadsafe,

@@ -41,7 +41,7 @@ from nodes.link.runner import (
 )
 from nodes.link.threaded_runner import FELL_BEHIND, QUEUE_MAX, LegAccounting, LoadUpdate, RunnerEvent, ThreadedRunner
 from nodes.vllm.events import EventRelay
-from nodes.vllm.sampling import arguments, check_ids, reasoning
+from nodes.vllm.sampling import arguments, check_ids, decoding, reasoning
 
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
 MIN_VALID_S = 0.001
@@ -65,14 +65,15 @@ class Client(Protocol):
 
 class VllmRunner(ThreadedRunner):
     """The runner of one rank; its methods are those of `nodes.link.runner.Runner`. `on_engine` and `on_link` run a
-    function on the one thread and on the other; `sampling` and `prompt` make vLLM's arguments; `lease_s` is how long a
-    KV cache is kept; `name` is unique among all starts of all ranks; `options` go with each request, and its priority
+    function on the one thread and on the other; `sampling` and `prompt` make vLLM's arguments, `check` raises
+    ValueError for sampling that a decode engine would refuse; `lease_s` is how long a KV cache is kept; `name` is unique among all starts of all ranks; `options` go with each request, and its priority
     if `prioritised`."""
 
     def __init__(
         self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any],
         prompt: Callable[..., Any], lease_s: float, on_engine: OnThread, on_link: OnThread,
         options: Mapping[str, Any] | None = None, prioritised: bool = False,
+        check: Callable[[Any], None] = lambda sampling: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         super().__init__(facts, lambda leg, order: on_engine(lambda: self._ordered(leg, order)))
@@ -80,6 +81,7 @@ class VllmRunner(ThreadedRunner):
         self._name = name
         self._sampling = sampling
         self._prompt = prompt
+        self._check = check
         self._lease_s = lease_s
         self._on_link = on_link
         self._options = dict(options or {})
@@ -196,6 +198,8 @@ class VllmRunner(ThreadedRunner):
         if leg.params.needs:
             check_ids(leg.params, self.facts.vocab_size)
             options = {**options, **reasoning(leg)}
+            if leg.role == "prefill":  # what decode would refuse is not worth computing
+                self._check(self._sampling(**decoding(leg)))
         params = self._sampling(**arguments(leg, handle))
         salted = (leg.params.cache_salt,) if leg.params.cache_salt else ()
         prompt = self._prompt(leg.prompt.tolist(), *salted)

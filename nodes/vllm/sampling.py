@@ -42,6 +42,14 @@ def arguments(leg: Leg, handle: dict[str, Any] | None = None) -> dict[str, Any]:
     if leg.role == "prefill":
         extra = {"kv_transfer_params": dict(HAND_OVER)}
         return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
+    found = decoding(leg)
+    if handle is not None:
+        found["extra_args"] = {"kv_transfer_params": handle}
+    return found
+
+
+def decoding(leg: Leg) -> dict[str, Any]:
+    """Return the arguments of the leg that decodes, of this request; Refusal as for `arguments`."""
     params = leg.params
     found: dict[str, Any] = {
         "max_tokens": leg.max_tokens,
@@ -56,8 +64,6 @@ def arguments(leg: Leg, handle: dict[str, Any] | None = None) -> dict[str, Any]:
         found["seed"] = (params.seed + leg.offset) % 2**63  # a resumed output must not draw the same numbers again
     if params.needs:
         found |= _further(params, leg.offset)
-    if handle is not None:
-        found["extra_args"] = {"kv_transfer_params": handle}
     return found
 
 

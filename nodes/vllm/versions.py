@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import metadata
@@ -354,6 +354,20 @@ def _reasoning_parser(client: Any) -> str:
     if name and not set(REASONING) <= inspect.signature(client.generate).parameters.keys():
         return ""
     return str(name)
+
+
+def check_of(client: Any) -> Callable[[Any], None]:
+    """Return a function that raises ValueError for `SamplingParams` which an engine as `client` would refuse, such as
+    a schema that is none. Where this vLLM checks in another way, it lets all pass, and the engine itself refuses."""
+    config = client.vllm_config
+    further = [getattr(config, name, None) for name in ("speculative_config", "structured_outputs_config")]
+    given = config.model_config, *further, getattr(client, "tokenizer", None)
+
+    def check(params: Any) -> None:
+        with suppress(AttributeError, TypeError):
+            params.verify(*given)
+
+    return check
 
 
 def prompt(ids: list[int], salt: str | None = None) -> Any:

@@ -84,6 +84,14 @@ def test_tokens_equal_those_of_one_engine_alone_and_decode_computes_no_prompt(
     until(lambda: all(rank.load and rank.load.kv_tokens == 0 for rank in client.status().ranks), "no KV is held", 20)
 
 
+def test_a_grammar_that_is_none_is_refused_before_anything_is_computed(cluster: Cluster, client: Client) -> None:
+    computed = figure(cluster, PREFILL, "vllm:prompt_tokens_total")
+    with pytest.raises(RequestFailed, match="(?i)regex") as failed:
+        client.generate_tokens(list(range(100, 164)), max_tokens=4, regex="(").tokens()
+    assert failed.value.code == "bad_request"
+    assert figure(cluster, PREFILL, "vllm:prompt_tokens_total") == computed
+
+
 def test_prefixes_are_announced(cluster: Cluster, client: Client) -> None:
     """What cache_aware goes by: vLLM's KV events, each block of them with a name of ours, on the bus itself; what a
     controller knows may be what it expects of its own dispatches."""

@@ -418,6 +418,27 @@ def test_a_parameter_that_vllm_refuses_is_the_callers_mistake(tmp_path: Path, ki
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("given", [{"json_schema": "{"}, {}])
+def test_prefill_computes_nothing_for_a_request_that_decode_would_refuse(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    def check(sampling: dict[str, Any]) -> None:
+        raise ValueError(f"no schema: {sampling['structured_outputs']['json']}")
+
+    async def scenario() -> None:
+        node = Node("prefill", tmp_path, check=check)
+        leg = node.start(params=Params(**given))
+        if given:
+            failed = await node.until(LegFailed)
+            assert (failed.leg, failed.code) == (leg, "bad_request")
+            assert "no schema: {" in failed.message
+            assert not node.client.asked
+        else:  # most requests, for which nothing is checked
+            await node.until(Held)
+
+    asyncio.run(scenario())
+
+
 def test_cache_events_pass(tmp_path: Path) -> None:
     async def scenario() -> None:
         node = Node("prefill", tmp_path)
