@@ -1,5 +1,5 @@
-"""The controller's core for a program that runs it on a loop of its own (events in, actions out): check each argument,
-then ask `controller.core`, which `controller.shell` calls directly with what the wire's decoder has checked."""
+"""The controller's core for a program that runs it on a loop of its own (events in, actions out). It checks each
+argument and then calls `controller.core`. `controller.shell` needs no such checks: the wire's decoder has made them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from controller.policies.prefix_index import PrefixIndex
 
 
 class ControllerCore:
-    """One controller, from `now` (seconds, monotonic) on; `wall_s` plus that clock gives seconds since 1970. `policies`
-    replaces methods by policies of your own. Methods raise ConfigError, TypeError or ValueError for invalid arguments;
-    nothing has changed then. For one thread."""
+    """One controller, from `now` (seconds, monotonic) on; `wall_s` plus that clock gives seconds since 1970. `epoch` is
+    the number of this start. `policies`: by role, a policy in place of the load balancing method of `config`. A call
+    with invalid arguments raises ConfigError, TypeError or ValueError and changes nothing. For one thread."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None,
@@ -59,7 +59,8 @@ class ControllerCore:
         return self._core.handle(event, seconds(now))
 
     def reconfigure(self, config: ControllerConfig) -> None:
-        """Apply another configuration, as far as it can change while requests live (`RELOADS` of the command line)."""
+        """Apply those settings of another configuration that may change while requests live (the command line's
+        `RELOADS`); the others stay as they are."""
         self._core.reconfigure(_config(config))
 
     @property
@@ -69,19 +70,20 @@ class ControllerCore:
 
     @property
     def waiting(self) -> bool:
-        """True while a publication may cause an action at once; else only the next decision needs it."""
+        """True while requests wait: then hand each publication over at once, since it may let one go. If false,
+        publications may be collected and handed over before the next event."""
         return self._core.waiting
 
     @property
     def unready(self) -> str:
-        """The reason why requests would not be served now; empty if they would. Each role that ranks have or that is
-        wanted must have a ready rank, or enough of them must: unified, or prefill and decode. Each declared role needs
-        one."""
+        """The reason why requests would not be served now; empty if they would. Each role of a model that ranks have, or
+        had, must have a ready rank, unless that model has enough of them: unified, or prefill and decode. A role that
+        the configuration declares needs a ready rank in any case."""
         return self._core.unready
 
     def shutdown(self, now: float) -> list[Action]:
-        """End every live request, because this controller leaves; return the actions that say so to clients, which send
-        them elsewhere."""
+        """End every live request, because this controller leaves. Return the messages that say this to clients and ranks;
+        clients then submit elsewhere."""
         return self._core.shutdown(seconds(now))
 
     def status(self, id: int, now: float) -> Status:
@@ -90,7 +92,8 @@ class ControllerCore:
 
     @property
     def wanted(self) -> tuple[WantedRole, ...]:
-        """The roles that should be served, with the number of ready ranks for each."""
+        """The roles that should be served, because ranks had them or the configuration declares them, each with the
+        number of ranks that are ready now."""
         return self._core.wanted
 
     @property

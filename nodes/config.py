@@ -16,8 +16,8 @@ from nodes.own.engines.factory import EngineConfig
 
 @dataclass(frozen=True)
 class NodeConfig(LinkConfig):
-    """The settings of the link and of the node; ConfigError for an invalid one. A step computes up to `chunk_tokens`
-    tokens of at most `max_running` requests."""
+    """The settings of the link and of the node; ConfigError for an invalid one. In one step at most `max_running`
+    requests are computed, and of their prompts at most `chunk_tokens` tokens together."""
 
     engine: Any = field(default_factory=EngineConfig)  # what computes: settings of an engine of `nodes.engines`
     max_running: int = 64
@@ -46,7 +46,8 @@ class NodeConfig(LinkConfig):
 
 
 def parse_ranks(values: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the ranks in text like `("0", "2-4")`: (0, 2, 3, 4). ConfigError for anything else."""
+    """Return the ranks in texts like `("0", "2-4")`, in that order: (0, 2, 3, 4). ConfigError for a text that is no
+    number or rising range, or reaches `MAX_DP_SIZE`."""
     ranks: list[int] = []
     for value in values:
         first, dash, last = value.partition("-")

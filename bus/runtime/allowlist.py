@@ -3,8 +3,8 @@ to date.
 
 A handshake of a listed key costs one `stat`, that of an unknown key one for each file; a file is read when it has
 changed. Edits, new files and deletions count from the next handshake on. While a folder cannot be listed, its keys
-stay as they were, except those of files that are seen to be gone. This module owns that cache; it judges keys and
-nothing else.
+stay as they were; only a key whose own file no longer exists is dropped. This module owns that cache; it judges keys
+and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from bus.rights import DOMAINS, ROLES, KeyRole
 from bus.runtime.logs import get_logger
 from bus.wire.messages import NAME
 
-SETTLED_NS = 2_000_000_000  # a file changed since may change once more within a tick of a coarse file system's clock
+# A file that is younger than this is read again next time: a coarse file system gives a second change the same times.
+SETTLED_NS = 2_000_000_000
 Stamp: TypeAlias = tuple[int, ...]
 
 log = get_logger("bus")
@@ -39,8 +40,9 @@ class _File(NamedTuple):
 
 
 class Allowlist:
-    """The public keys of all roles, listed and revoked. It reads the disk when it is asked, so it is used on one
-    thread: the ZAP handler's (`bus.runtime.security`). A file that holds no key is skipped and logged once."""
+    """The public keys of all roles: listed ones in `allow/`, revoked ones in `revoked/`, which is for messages only (a
+    revoked key is one that is no longer in `allow/`). It reads the disk when it is asked, so it is used on one thread:
+    the ZAP handler's (`bus.runtime.security`). A file that holds no key is skipped, and logged once."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._folders = {role: Folder(directory / "allow" / role, clock_ns) for role in ROLES}
@@ -57,12 +59,12 @@ class Allowlist:
         return ""
 
     def listed(self, key: bytes) -> str:
-        """Return the name of `key` if any role lists it: it may connect, but perhaps to another domain. Empty if none
-        does."""
+        """Return the name of `key`, `<role>/<name>`, if any role lists it, whatever that role may connect to. Empty if
+        none does."""
         return _name_in(self._folders, key)
 
     def revoked(self, key: bytes) -> str:
-        """Return the name under which `key` was revoked here, or an empty string."""
+        """Return the name under which `key` was revoked, `<role>/<name>`; empty if it was not."""
         return _name_in(self._revoked, key)
 
 
@@ -119,7 +121,8 @@ class Folder:
         return error is None
 
     def _note(self, error: OSError | None) -> None:
-        """Log when the list can no longer be read, and when it can be read again; but not when there never was one."""
+        """Log when the folder can no longer be read, and when it can be read again. A folder that never existed is not
+        logged."""
         if error is None:
             if not self._read:
                 log.warning("allowlist.readable", path=str(self._path))

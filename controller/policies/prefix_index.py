@@ -1,14 +1,15 @@
 """The index of cached prompt prefixes by rank, over hashed token blocks. It knows nothing of loads or the wire.
 
 A hash names a block and everything before it (`bus.wire.hashing`), so a rank's hit is the length of the leading run of
-a request's hashes that it holds. A cache may lose a block and keep later ones: these count again when it is back.
+a request's hashes that it holds. A cache may lose a block and keep the blocks behind it: they count again when the lost
+block is back.
 
 Entries come from the rank's KV events (kept until an event removes them) and from dispatches (`expected`: the rank will
 hold the prompt once it has computed it). An expected entry lasts until it is confirmed or expires: after `confirm_s`
-where the rank publishes events, after `expect_s` where it does not. Memory is bounded by `max_blocks` a rank: the least
-recently named entries are dropped first, and of a prompt its end before its beginning, without which the rest is of no
-use. Where a rank publishes events, expected entries take half of that at most, so that requests push out nothing that
-the rank has reported. Hashes are unsigned 64-bit integers. A rank is the number of its slot (`RankLoad.slot`), a set of
+where the rank publishes events, after `expect_s` where it does not. Memory is bounded by `max_blocks` a rank. What no
+call has named for longest is dropped first; of one prompt, its end before its beginning, since a prefix without its
+beginning is of no use. Where a rank publishes events, expected entries take half of that at most, so that requests push
+out nothing that the rank has reported. Hashes are unsigned 64-bit integers. A rank is the number of its slot (`RankLoad.slot`), a set of
 ranks an integer with the bits of their slots.
 """
 
@@ -65,7 +66,8 @@ class PrefixIndex:
         return sum(len(rank.blocks) for rank in self._ranks.values())
 
     def advance(self, now: float) -> None:
-        """Set the time in seconds (never back): expected entries that were not confirmed expire."""
+        """Set the time in seconds; expected entries that were not confirmed in time are dropped. An earlier time than the
+        last one changes nothing."""
         self._now = max(self._now, now)
         while self._expiries and self._expiries[0][0] <= self._now:
             self._expire()
@@ -137,8 +139,8 @@ class PrefixIndex:
     def runs(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield `(depth, ranks)`, deeper and deeper: the ranks that hold the first `depth` blocks.
 
-        There is a pair wherever some ranks go no deeper, and some between, so that the caller may stop early. It ends
-        when no rank holds the next block; nothing if no rank holds the first.
+        There is a pair at each depth where some of the ranks end, and there may be further pairs between, so that the
+        caller can stop early. It ends when no rank holds the next block, and yields nothing if no rank holds the first.
         """
         return self._holders.prefixes(as_array(hashes))
 

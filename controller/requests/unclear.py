@@ -1,9 +1,10 @@
-"""The requests that may have died with ranks, or may still run at ranks, that could not be asked. Pure bookkeeping,
-bounded.
+"""What is unclear about ranks whose connection was lost: which requests may have died with them, and which may still
+run there. Pure bookkeeping, bounded.
 
-A connection that is gone says nothing about the process behind it. A request may have killed its rank; that is known
-when the rank says hello again, as the same start or another one, or has not within a lease (the time after which a
-silent rank is lost). And a leg that could not be cancelled ends when its rank comes back and states that it runs.
+A lost connection says nothing about the process behind it. A request may have killed its rank: that is known once the
+rank says hello again (with the same epoch it lived on, with another one it was started again), or once a lease has
+passed without a hello (the time after which a silent rank is lost). And a leg whose cancel did not reach its rank ends
+when the rank comes back and says that the leg runs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ MAX_UNTOLD = 16_384
 
 
 class Unclear:
-    """The open cases. `at`: by rank, the requests that were lost with it while it is not known whether it died.
-    `attempts`: by rid, the newest attempt that was given up without a message to its rank, and its room (None:
-    unknown, or several)."""
+    """The open cases. `at`: by rank, the requests that were lost with it while it is not known whether it died (a
+    lease at most). `attempts`: by rid, the newest attempt that was given up without a message to its rank, and its room
+    (None: unknown, or several); of more than `MAX_UNTOLD` the oldest is dropped."""
 
     def __init__(self) -> None:
         self.at: dict[Rank, dict[Rid, int]] = {}
@@ -37,8 +38,8 @@ class Unclear:
         return self.at.pop(rank, {})
 
     def count(self, rid: Rid, offset: int) -> int:
-        """Return how many ranks may have died with `rid` while its submit had this `offset`; a submit with more tokens
-        counts from 0."""
+        """Return how many ranks may have died with the request `rid`, counting only losses of a submit with exactly this
+        `offset`: a request that has got more tokens since did not kill those ranks."""
         return sum(lost.get(rid) == offset for lost in self.at.values())
 
     def untold(self, rid: Rid, attempt: Attempt, room: Room | None) -> None:
@@ -49,14 +50,14 @@ class Unclear:
             self.attempts.popitem(last=False)
 
     def begins(self, rid: Rid, attempt: Attempt) -> None:
-        """Note that this attempt is wanted: a client that submits the same request again keeps its number, so that an
-        earlier giving-up of this or a higher one no longer counts."""
+        """Note that this attempt of `rid` is wanted now, and forget that it, or a later one, was given up before. (A
+        client that submits the same request again uses the same attempt number.)"""
         if self.attempts.get(rid, (0,))[0] >= attempt:
             del self.attempts[rid]
 
     def given_up(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt, Room | None]]:
-        """Return which of these running legs were given up, with their rooms (None: unknown); the caller cancels
-        them. They stay recorded until `begins`."""
+        """Return those of these running legs whose attempt was given up, or is older than one that was, each with the
+        recorded room (None: unknown); the caller cancels them. They stay recorded until `begins`."""
         return [
             (rid, attempt, known[1])
             for rid, attempt in running

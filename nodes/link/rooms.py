@@ -11,8 +11,9 @@ _T = TypeVar("_T")
 
 
 class ByRoom(Generic[_T]):
-    """Values by room and client, the oldest first. A client is the name of a key; the empty one belongs to no client:
-    there are no keys, or a Dispatcher or an older peer did not state one. `len` and iteration are over all values."""
+    """Values by room and client, the oldest first. `client` is the name of a client's key. It is empty where the client
+    is not known: there are no keys, or the sender (a Dispatcher, or an older peer) does not say. `len` and iteration
+    are over all values."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[int, str], _T] = OrderedDict()
@@ -25,9 +26,9 @@ class ByRoom(Generic[_T]):
         return iter(self._held.values())
 
     def find(self, room: int, client: str) -> _T | None:
-        """Return the value that `client` means by `room`: its own, else the one without a client. An empty `client`
-        means the only value; where there are several it gets None, since one of them would be another client's. None:
-        there is none."""
+        """Return the value that `client` means by `room`: its own, else the one with an empty client; None if there is
+        neither. For an empty `client` return the room's only value, or its own; None where several others could be
+        meant, since each belongs to another client."""
         found = self._held.get((room, client))
         if found is not None or room not in self._clients:
             return found

@@ -1,8 +1,9 @@
 """Paged KV memory: the owners of each block. This module owns reference counts and the prefix cache; it touches no
 KV bytes.
 
-A block is free, held (by one sequence, or several that share a prefix), or cached: full, named by its hash, held by
-no sequence, and reclaimed in least-recently-used order when memory is needed.
+A block is free, held (by one sequence, or several that share a prefix), or reclaimable: it is held by no sequence, but
+a prompt could reuse it, until memory is needed; the least recently used goes first. A full block is cached: it has a
+name, its hash, by which a prompt finds it, whether it is held or reclaimable.
 """
 
 from __future__ import annotations
@@ -62,15 +63,16 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """The number of blocks that a prompt could reuse, held or not."""
+        """The number of cached blocks, which a prompt could reuse."""
         return len(self._block_of)
 
     def names(self) -> list[int]:
-        """Return the hashes of all cached blocks, oldest first, so that a prefix's beginning comes before its end."""
+        """Return the hashes of all cached blocks in the order of `commit`, so that a prefix's beginning comes before its
+        end."""
         return list(self._block_of)
 
     def is_cached(self, block_hash: int) -> bool:
-        """Return true if a block with this hash is here, held or not."""
+        """Return true if a block with this hash is cached."""
         return block_hash in self._block_of
 
     def blocks_for(self, tokens: int) -> int:
@@ -83,8 +85,8 @@ class BlockPool:
         return list(iter(map(self._block_of.get, hashes).__next__, None))  # up to the first that is not there
 
     def take(self, count: int, hashes: Sequence[int] = ()) -> tuple[list[int], int] | None:
-        """Take `count` blocks for a sequence, beginning with the cached prefix of `hashes`; each is held until
-        `release`.
+        """Take `count` blocks for a sequence, beginning with the cached prefix of `hashes` (as far as `count` goes); each
+        is held until `release`.
 
         Return (table, number of them from the cache), or None, with nothing taken, when memory is short.
         """
@@ -100,8 +102,8 @@ class BlockPool:
         return table, len(shared)
 
     def commit(self, block: int, block_hash: int, parent: int, tokens: Sequence[int] = ()) -> None:
-        """Give a held block, which is now full, its name for the cache: it ends the prefix `block_hash`. A second copy
-        of a known prefix stays without a name."""
+        """Give a held block, which is now full, its name for the cache: the hash of the prefix whose last block it is. A
+        second block of the same name stays without one. AssertionError if no sequence holds it."""
         assert self._references[block] > 0, f"commit of block {block}, which is not held"
         if block_hash in self._block_of or block in self._hash_of:
             return
@@ -111,8 +113,9 @@ class BlockPool:
             self._events.append(BlockStored(block_hash, parent, tuple(tokens)))
 
     def release(self, table: Sequence[int]) -> None:
-        """Give back one hold on each block of `table`. A block without holds is then cached, if it has a name, else
-        free. The end of a prefix is reclaimed before its beginning."""
+        """Give back one hold on each block of `table`. A block without holds is then reclaimable if it has a name, else
+        free. The end of a prefix is reclaimed before its beginning. AssertionError for a block that no sequence
+        holds."""
         for block in reversed(table):
             assert self._references[block] > 0, f"release of block {block}, which is not held"
             self._references[block] -= 1
@@ -124,7 +127,7 @@ class BlockPool:
                 self._free.append(block)
 
     def take_events(self) -> list[KvEvent]:
-        """Return the changes of the cache since the last call, in order."""
+        """Return the changes of the cache since the last call, in order; none without `record_events`."""
         events, self._events = self._events, []
         return events
 

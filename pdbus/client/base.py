@@ -172,13 +172,13 @@ class BaseStream:
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """The log probabilities of the prompt's tokens from the second on, where the option `prompt_logprobs` asks for
-        them. They are there once the first piece has come."""
+        them. They are there once the first piece has come; before that, and without the option, this is empty."""
         return self._request.prompt_logprobs or ()
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens from a prefix cache, as far as a rank has reported them: with the first tokens at the latest of
-        a rank of this version, else with the end."""
+        """The number of prompt tokens that came from a prefix cache; 0 until a rank has reported it. A rank reports it
+        with its first tokens at the latest; one of an older version does so with the end."""
         return self._request.cached_tokens
 
     def cancel(self) -> None:

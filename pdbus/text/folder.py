@@ -1,8 +1,8 @@
 """The text of a model by its files, in the layout of Hugging Face: token ids of texts and chats, and texts of ids.
 Needs the package `tokenizers`.
 
-The words of a user in a chat are never read as special tokens, whatever the template does with them, so a message
-cannot close its own turn. A text by itself (`encode`) is read as engines read it, with its special tokens.
+In a chat the contents of messages, whatever their role, are never read as special tokens, so a message cannot close its
+own turn. A text by itself (`encode`) is read as engines read it, with its special tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ LONG = 4096  # characters; longer texts are encoded with the interpreter lock re
 class FolderText:
     """A `ModelText` (`pdbus.text.models`) from the files in `folder`: `tokenizer.json` and, if they exist,
     `tokenizer_config.json`, `generation_config.json`, `config.json` and `chat_template.jinja`. Files are read at
-    construction. `max_new_tokens` 0: by `generation_config.json`. Raises ConfigError for invalid files or if a package
+    construction. `max_new_tokens` is the model's usual limit of an answer in tokens; 0: the one that
+    `generation_config.json` states, if any. Raises ConfigError for invalid files or if a package
     is missing."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int = 0) -> None:
@@ -94,16 +95,18 @@ class FolderText:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids, by default without special tokens."""
+        """Return the text of ids, by default without special tokens; unknown ids give no text."""
         decoder = self.decoder(skip_special_tokens=skip_special_tokens)
         return decoder.push(list(ids)) + decoder.finish()
 
     def decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Decoder:
-        """Return a decoder for the answer to `prompt`, whose tokens come a few at a time."""
+        """Return a decoder for an answer whose tokens come a few at a time. The ids of `prompt` before it decide how its
+        first token reads (with a space before it or not); they give no text themselves."""
         return FolderDecoder(self._whole, prompt, skip_special_tokens=skip_special_tokens)
 
     def token(self, id: int) -> str:
-        """Return the text of one token by itself, also a special one; part of a character is U+FFFD."""
+        """Return the text of one token by itself, also a special one. Part of a character is U+FFFD, an unknown id gives
+        an empty text."""
         text: str = self._whole.decode([id], skip_special_tokens=False)
         return text
 

@@ -15,17 +15,17 @@ _STEPS = " ▁▂▃▄▅▆▇█"
 
 
 def colour_of(state: str) -> str:
-    """Return the style of a rank's state."""
+    """Return the style of a rank's state; any other word is red."""
     return _STATES.get(state, "bold red")
 
 
 def warning(count: int) -> str:
-    """Return the style of a count that should be 0: yellow if it is not."""
+    """Return the style of a count that should be 0: plain if it is, else yellow."""
     return "yellow" if count else PLAIN
 
 
 def bar(value: float | None, width: int) -> Text:
-    """Return a bar of `width` characters that is full at a `value` of 1 or more; None is `-`."""
+    """Return a bar of `width` characters that is full at a `value` of 1 or more; None is a `-` of the same width."""
     if value is None:
         return Text.assemble(("-".ljust(width), DIM))
     full, part = divmod(round(8 * width * min(1.0, max(0.0, value))), 8)
@@ -35,8 +35,8 @@ def bar(value: float | None, width: int) -> Text:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Return a graph of the last `width` values, a character each, of eight heights; the greatest value has the full
-    height."""
+    """Return a graph of the last `width` values (or fewer), a character each, of eight heights. The greatest value has
+    the full height; where all are 0, each has the least."""
     values = values[-width:]
     top = max(values, default=0.0)
     return "".join(_STEPS[max(1, round(8 * value / top))] if top else _STEPS[1] for value in values)
@@ -52,5 +52,6 @@ def fact(label: str, *facts: str | tuple[str, str]) -> Text:
 
 
 def quantiles(counts: Sequence[int]) -> list[tuple[str, str]]:
-    """Return median, p90 and p99 of latency counts (`bus.histogram`), to be passed to `fact`."""
+    """Return median, p90 and p99 of latency counts (`bus.histogram`), each with its style, to be passed to `fact`;
+    without any counts they read `-`."""
     return [(f"p{100 * q:.0f} {quantile_of(counts, q)}", "bold" if q == 0.5 else PLAIN) for q in (0.5, 0.9, 0.99)]
