@@ -1,6 +1,6 @@
 """Latencies counted by upper bound: a status carries the counts, Prometheus scrapes them, `pdbus top` reads quantiles.
 
-Counts only grow, so the difference of two readings has the latencies between them. Pure.
+Counts only grow, so the difference of two readings counts what was observed in the time between them. Pure.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BOUNDS_S = (
 
 class Histogram:
     """Counts of observed values by upper bound (`bounds`, ascending; by default latencies in seconds), and their sum
-    `total`. The last of `buckets` counts values beyond the last bound. It belongs to one thread, which gives out
-    `frozen()` copies."""
+    `total`. The last of `buckets` counts values beyond the last bound. Only one thread may use it; other threads
+    get copies (`frozen`)."""
 
     __slots__ = ("bounds", "buckets", "total")
 
@@ -30,7 +30,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value, in the unit of `bounds`."""
+        """Count one value, in the unit of `bounds`; a value equal to a bound counts below that bound."""
         self.buckets[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -61,8 +61,9 @@ def since(counts: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
 
 
 def quantile(counts: Sequence[int], q: float) -> float | None:
-    """Return the value, in seconds, below which the share `q` of the counts lies; within a bucket by linear
-    interpolation. None: nothing was counted. Values beyond the last bound count as that bound."""
+    """Return the value in seconds below which the share `q` (0 to 1) of the counts lies, where `counts` are those of a
+    histogram with the default bounds, perhaps `trimmed`; within a bucket by linear interpolation. None: nothing was
+    counted. Values beyond the last bound count as that bound."""
     wanted = q * sum(counts)
     if not wanted:
         return None

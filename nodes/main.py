@@ -39,7 +39,7 @@ log = logs.get_logger("node")
 
 
 def command(role: Role) -> click.Command:
-    """Return the click command of a node with one role. It serves until the node has drained."""
+    """Return the click command of a node with one role. The command runs the node until it has drained."""
 
     def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
         return click.option(*names, **{"show_default": True} | attributes)
@@ -128,7 +128,8 @@ def _check_options(engine: str) -> None:
 
 
 def config_from(role: Role, options: dict[str, Any], engine_args: Sequence[str] = ()) -> NodeConfig:
-    """Return the checked config of the parsed options; ConfigError, in one line, for an invalid one."""
+    """Return the checked config of the parsed options (by the names of click); `engine_args` are the arguments after
+    `--`. ConfigError, in one line, for an invalid one."""
     kind = engines.kind_of(options["engine"])
     return NodeConfig(
         role=role,
@@ -156,7 +157,7 @@ def serve(
     config: NodeConfig, kind: EngineKind, *, watch_parent: bool = False, exporter: spans.Spans | None = None
 ) -> None:
     """Load the engine, connect, and run until drained; it blocks, on the main thread. ConfigError or StartError when
-    that cannot begin, and what `Node.run` raises. With `watch_parent` the node leaves when stdin closes."""
+    that cannot begin, and what `Node.run` raises. With `watch_parent` the node drains and leaves when stdin closes."""
     loop = Loop()
     nodes: list[Node] = []
     if watch_parent:

@@ -1,5 +1,5 @@
-"""The keys of the ports that a part connects to: a check that each port's key is still listed in `allow/` of the key
-directory.
+"""Connections whose other side must prove a key: each is dropped when that key is no longer listed in `allow/` of the
+key directory. The other side is called a port here.
 
 ZeroMQ keeps the key that a socket had when it connected, also through reconnects, so the list must be read again. This
 module owns the connections and their keys, and drops them. Lists are read in `bus.runtime.allowlist`, sockets made and
@@ -44,17 +44,19 @@ class _Port:
 
 
 class PeerKeys:
-    """The connections with keys. `look()`, each LOOK_S, disconnects sockets from ports whose key is no longer listed,
-    and connects them again where the same name has another key. A list that cannot be read changes nothing. Only the
-    thread that owns the sockets may call its methods."""
+    """The connections with keys; `directory` is the key directory. The owner calls `look` every `LOOK_S` seconds: it
+    disconnects sockets from ports whose key is no longer listed, and connects them again where the same name has
+    another key. A list that cannot be read changes nothing. Only the thread that owns the sockets may call its
+    methods."""
 
     def __init__(self, directory: Path) -> None:
         self._lists = {role: Folder(directory / "allow" / role) for role in ROLES}
         self._ports: dict[Socket, _Port] = {}
 
     def connected(self, socket: Socket, endpoint: str, role: KeyRole, name: str, key: bytes) -> None:
-        """Record that `socket` connects to a port at `endpoint`, which proves `key`. `name` is that of the key in the
-        list of `role`; empty: the only key of that role, or any node's."""
+        """Record that `socket` connects to a port at `endpoint`, which proves `key`. `name` is the name under which the
+        list of `role` must have that key. With an empty name, `key` must be the only key of the role, or for nodes any
+        key of the list."""
         self._ports[socket] = _Port(endpoint, role, name, key)
 
     def closed(self, socket: Socket) -> None:
@@ -63,7 +65,7 @@ class PeerKeys:
 
     def look(self) -> None:
         """Compare the key of each recorded connection with the list, and disconnect or reconnect as the class says. A
-        key must be missing MISSES times in a row."""
+        key counts as gone when `MISSES` calls in a row have not found it."""
         for socket, port in self._ports.items():
             folder = self._lists[port.role]
             held = folder.still_holds(port.key)  # asks for one file's state; to read the list costs one for each

@@ -31,13 +31,14 @@ class Learned(Struct, frozen=True, gc=False):
 
 
 class Follower:
-    """The follower of one rank. `missed`: the index was cleared and may lack blocks that the rank still has; for a node
-    of ours, the next ping asks for them and resets it. `replay`: the publisher can send old messages again. `ours`: the
+    """The follower of one rank. `missed`: the index was cleared and may lack blocks that the rank still has. The caller
+    then asks a node of ours for all its blocks with the next ping, and sets it to False. `replay`: the publisher can send old messages again. `ours`: the
     publisher is a node of ours, whose hashes need no translation. A message that cannot be read clears the index, since
     its content is unknown.
 
-    `counts` gets `kv_gaps`, `kv_restarts`, what the translation left out, here or at a node of ours
-    (`kv_events.LEFT_OUT`), and `rejected_<reason>` for a message that cannot be read.
+    `counts` gets `kv_gaps`, `kv_restarts`, the counts of blocks that the translation left out (the names in
+    `kv_events.LEFT_OUT`; a node of ours translates by itself and reports them), and `rejected_<reason>` for a message
+    that cannot be read.
     """
 
     def __init__(self, dp_rank: int, counts: Counter[str], *, replay: bool, ours: bool = False) -> None:
@@ -57,9 +58,9 @@ class Follower:
         return self._learned(self.sequence.live(seq, payload))
 
     def replayed(self, frames: Sequence[bytes]) -> Learned:
-        """Take an answer to a replay, its end too, and return as `live` does; without a running replay nothing happens.
-        Afterwards `sequence.replaying` says whether more answers are awaited. Raises RemoteProtocolError when it has no
-        sequence number."""
+        """Take an answer to a replay, or the message that ends it, and return as `live` does; without a running replay
+        nothing happens. Afterwards this object's `sequence.replaying` is true while more answers are awaited. Raises
+        RemoteProtocolError for a message without a sequence number."""
         return self._learned(self.sequence.replayed(*split_frames(frames)))
 
     def unanswered(self) -> Learned:

@@ -1,5 +1,5 @@
-"""A rank's record of a leg (what it ran of a request): its form in the history, and the events that `pdbus trace`
-shows. Pure."""
+"""The record that a rank keeps of a leg (the share of a request that it ran), and the events that `pdbus trace` shows
+of it. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nodes.link.leg import NO_ROOM, Leg
 
 
 class LegRecord(Struct, frozen=True, gc=False, array_like=True):
-    """The record of a leg. Times are in seconds on the process's clock; `first_token_at` and `ended_at` are 0 where it
-    has not happened. `events` are (time, what, detail)."""
+    """The record of a leg. Times are in seconds on the process's clock; `first_token_at` and `ended_at` are 0
+    until there is a first token or an end. `events` are (time, what, detail)."""
 
     rid: str
     attempt: int
@@ -36,7 +36,7 @@ class LegRecord(Struct, frozen=True, gc=False, array_like=True):
 
 
 def record_of(leg: Leg) -> LegRecord:
-    """Return the record of a leg, so far or with its end."""
+    """Return the record of a leg that runs or is over."""
     return LegRecord(
         leg.rid,
         leg.attempt,
@@ -93,7 +93,7 @@ def span_of(record: LegRecord, rank: str, model: str, wall_s: float) -> Span:
 
 
 def trace_events_of(record: LegRecord, wall_s: float) -> list[TraceEvent]:
-    """Return the events of a leg in order of time, for `pdbus trace`. `wall_s` is added to the process's clock to get
+    """Return the events of a leg, over or not, in order of time, for `pdbus trace`. `wall_s` is added to the process's clock to get
     seconds since 1970."""
     events = [(record.taken_at, "taken", ""), *record.events]
     if record.first_token_at and record.role != "prefill":

@@ -3,8 +3,8 @@ actions come out: messages to send, output and results to deliver.
 
 A peer is an endpoint: `Send.peer` is the endpoint to connect to, and `received` gets the endpoint of the sender.
 
-Output tokens are numbered from 0 over all attempts (tries of a request). A token that is not the next one is dropped,
-or the missing ones are asked for, so no token is delivered twice or out of order. When the rank that streams is lost,
+Output tokens are numbered from 0 over all attempts (tries of a request). A token that was delivered before is dropped;
+where tokens are missing before one that comes, they are asked for. So no token is delivered twice or out of order. When the rank that streams is lost,
 the request is submitted again under the same rid with the next attempt: the prompt frame then has the prompt and the
 output so far, and `offset` is the number of output tokens in it.
 """
@@ -54,9 +54,9 @@ class Patience:
     """The limits of a client's retries; times in seconds.
 
     A failure is final after `retries` retries without a new token. A controller that does not answer for
-    `connect_timeout_s` counts as lost. Before the first token there are two more limits: an overloaded cluster is tried
-    until `overloaded_s` after the submit, one without a rank for the request until `no_rank_s` after the first such
-    answer.
+    `connect_timeout_s` counts as lost. Before the first token there are two more limits: where the cluster
+    is overloaded, tries go on until `overloaded_s` after the submit; where it has no rank for the request, until
+    `no_rank_s` after the first answer that said so.
     """
 
     retries: int = 6
@@ -84,7 +84,7 @@ class ClientCore:
         return len(self._requests)
 
     def is_taken(self, request: Request) -> bool:
-        """Return true if a live request has a rid of `request`, at any controller."""
+        """Return true if a live request has one of the rids of `request` (a pair at two controllers has two)."""
         return request.rid in self._requests or not self._by_key.keys().isdisjoint(request.submits)
 
     @property
@@ -95,7 +95,7 @@ class ClientCore:
     # --- what happens -------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, now: float) -> list[Action]:
-        """Take a new request and submit it. None of its rids may be live (`is_taken`)."""
+        """Take a new request and submit it. The caller has checked that none of its rids is live (`is_taken`)."""
         assert not self.is_taken(request), f"{request.rid} is live already"
         self._requests[request.rid] = request
         self._by_key.update(dict.fromkeys(request.submits, request))

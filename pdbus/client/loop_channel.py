@@ -33,11 +33,11 @@ _T = TypeVarTuple("_T")
 
 
 class LoopChannel:
-    """A `Channel` for the running event loop, whose thread is the only one that may call it, except for `cancel` and
-    `drop`.
+    """A `Channel` for the running event loop. Only the loop's thread may call it, except for `cancel`, `drop` and
+    `abandon`.
 
-    It runs from `open` to `stop`, or to the end of the loop: `asyncio.run` then closes the asynchronous generators that
-    it knows, and `_lifetime` is one of them.
+    It runs from `open` to `stop`, or to the end of the loop, which it notices because a loop that ends closes the
+    asynchronous generators that were started on it: `_lifetime` is one.
     """
 
     def __init__(self, controllers: Sequence[str], patience: Patience, rng: random.Random, keys: Keys | None) -> None:
@@ -99,8 +99,8 @@ class LoopChannel:
         until: Callable[[A], bool] | None = None,
         repeat_s: float = REPEAT_S,
     ) -> Future[A]:
-        """Ask `controller` a question and return the answer's future at once; see `Channel.ask`. Raises ConfigError
-        when `make` rejects its arguments."""
+        """Ask `controller` a question and return the answer's future at once; see `Channel.ask`. A
+        ConfigError that `make` raises comes from here."""
         check_question(make, timeout_s)
         self._raise_if_over()
         answer: Future[A] = Future()
@@ -119,8 +119,8 @@ class LoopChannel:
                 await self._left.wait()
 
     def stop_soon(self) -> None:
-        """Cancel live requests and begin to close the sockets, without waiting; the future `gone` is done then. It
-        makes no task, because that would be lost if the loop ends now."""
+        """Cancel live requests and begin to close the sockets, without waiting; the future `gone` is done once they are
+        closed. It makes no task, because that would be lost if the loop ends now."""
         self._leave()
         with suppress(RuntimeError):  # the end of the loop is closing it already
             self.loop.run_in_executor(None, self._close)

@@ -92,7 +92,7 @@ def status(controller: str, bus: str, as_json: bool, watch_s: float | None, keys
 
 def as_dict(seen: Status, broker: BrokerStatus | None) -> dict[str, Any]:
     """Return the status for JSON output: fields by name, as in docs/protocol.md; `trouble` has a sentence for each
-    fault, `broker` is None if it did not answer."""
+    fault, and `broker` the broker's counts (None, as the argument, if it did not answer)."""
     broker_named = _named(broker) if broker is not None else None
     return {"trouble": trouble_of(seen), "controller": _named(seen), "broker": broker_named}
 

@@ -11,8 +11,8 @@ from bus.wire.messages import TokenLogprobs
 class Likelihoods:
     """The log probabilities of one answer.
 
-    `name` gives the text of a token by itself, `bytes_of` its UTF-8; without them tokens are named by their ids, as
-    vLLM does. `chat` and `completion` return what has come since the last call, in the form of that endpoint.
+    `name` returns the text of one token, `bytes_of` its UTF-8 bytes. Without them tokens are named by their ids, as
+    vLLM does. `chat` and `completion` return what has come since the last call of either, in the form of that endpoint.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Likelihoods:
 
     def completion(self) -> dict[str, Any]:
         """Return what was added since the last call, in the form of text completions: `text_offset` counts characters
-        of the answer. The chosen token is listed among the most likely ones, where there are any."""
+        of the answer, from 0. Where the most likely tokens were asked for, the chosen one is listed with them."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, it in self._take():
             text = self._name(token)

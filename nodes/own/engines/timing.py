@@ -82,13 +82,14 @@ class TimingFile(msgspec.Struct, kw_only=True):
 
 
 def timing_named(name: str) -> SimTiming:
-    """Return the timing of that name in TIMINGS, or that of the file with this path; ConfigError where there is
-    neither."""
+    """Return the timing called `name` in TIMINGS, else read the timing from the file at the path `name`; ConfigError
+    where there is neither."""
     return TIMINGS[name] if name in TIMINGS else read_timing(name).timing
 
 
 def read_timing(path: str) -> TimingFile:
-    """Return what `pdbus calibrate` has written; ConfigError for any other file."""
+    """Return what `pdbus calibrate` wrote to the file at `path`; ConfigError for a file that is missing or has other
+    content."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=TimingFile)
     except OSError as error:
