@@ -46,7 +46,7 @@ class _Inquiry:
 
 
 class Inquiries:
-    """The open questions about the requests in `table`, at most MAX_OPEN. `wall_s` turns the core's clock into seconds
+    """The open questions about the requests in `table`, at most MAX_OPEN. `wall_s` added to the core's clock gives seconds
     since 1970. Methods append actions to `out`."""
 
     def __init__(self, name: str, members: Members, table: RequestTable, wall_s: float) -> None:
@@ -58,8 +58,9 @@ class Inquiries:
         self._number = 0
 
     def asked(self, peer: Any, query: TraceQuery, now: float, out: list[Action]) -> None:
-        """Take a client's question: ask the ranks that ran the request (all, if it is unknown here), and answer once
-        they have, or after WAIT_S. Clients without an admin's key are refused."""
+        """Take a client's question: ask the ranks that ran the request (all ranks, if this controller does not know the
+        request). The client gets its answer once all of them have answered, or after WAIT_S seconds. A client without
+        an admin's key, and one question too many, get Refused."""
         if not may(peer, "admins"):
             out.append(ToClient(peer, Refused("bad_identity", "to trace a request takes an admin's key", query.id)))
             return
@@ -101,7 +102,7 @@ class Inquiries:
         self._answer_if_complete(answer.id, now, out)
 
     def tick(self, now: float, out: list[Action]) -> None:
-        """Answer the questions whose time is up, with what has come."""
+        """Answer the questions that have waited for WAIT_S seconds, with what the ranks have answered so far."""
         for number, inquiry in list(self._open.items()):
             if now >= inquiry.due:
                 self._answer(number, now, out)

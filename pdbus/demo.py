@@ -1,7 +1,8 @@
-"""The demo: real prompts through two prefill and two decode ranks (one and one with some engines) of a real model.
+"""The demo: real prompts go through two prefill and two decode ranks of a real model (for some engines, one of each).
 
 Broker and controller run embedded in this process, the ranks as processes of their own. Every answer is then computed
-again in this process alone, and must be equal, token for token. Owns the output; the parts are the ordinary ones.
+again in this process alone, and must be equal, token for token. This module prints; broker, controller and ranks are
+the ones that users run.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Answer:
 
 
 def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int, verify: bool) -> bool:
-    """Run the demo, printing to `console`, and stop its cluster; it blocks for all of it. Return true if every request
+    """Start the demo's cluster, send the prompts, print to `console`, and stop the cluster; the call returns when all of
+    that is done. `max_tokens` is for each prompt. Return true if every request
     completed (and, with `verify`, equals the single-process answer). Raises StartError or ConfigError if the cluster
     does not start."""
     kind = kind_of(engine)

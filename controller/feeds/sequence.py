@@ -1,10 +1,10 @@
 """One publisher's sequence numbers: what is in order, what is missing, and when it restarted. Pure; it moves no
 bytes.
 
-There is no epoch on this wire, so a live number that does not rise means that the publisher restarted and nothing known
-of it holds. Skipped numbers are asked for (`Replay`). The end of a replay does not prove that nothing is missing, so
-only contiguous numbers count, and a hole is asked for again. When the publisher no longer has it, everything known is
-void, and the sequence starts again after the hole."""
+There is no epoch on this wire, so a live number that does not rise means that the publisher restarted, and that all that
+was known of it is wrong now. Skipped numbers (a hole) are asked for (`Replay`). A replay may end before it has sent all
+of them; what is still missing is asked for again. When the publisher no longer has it, all that is known is given up
+(`Void`), and the sequence starts again after the hole."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Sequencer:
     replay; both return the steps to take.
 
     With `replay`, holes and the beginning of a stream joined late are asked for; without it, a hole gives Void at once
-    and a stream begins where it is joined. `counts` gets `kv_gaps` and `kv_restarts`.
+    and a stream begins where it is joined. `counts` gets one more for each new hole (`kv_gaps`) and restart
+    (`kv_restarts`).
     """
 
     def __init__(self, counts: Counter[str], *, replay: bool) -> None:
@@ -60,8 +61,8 @@ class Sequencer:
 
     def live(self, seq: int, payload: bytes) -> list[Step]:
         """Take message `seq` of the stream; return the steps in order: Void after a restart (`seq` is not above the
-        last one), Deliver for what is now in order, Replay for a new hole. With more than MAX_HELD held messages it
-        gives the hole up."""
+        last one), Deliver for what is now in order, Replay for a new hole unless a replay runs. With more than
+        MAX_HELD held messages it gives the hole up: Void, then Deliver for what follows the last hole."""
         steps: list[Step] = []
         if self._next is None:
             self._next = 0 if self._replay else seq
@@ -86,8 +87,9 @@ class Sequencer:
         return steps
 
     def replayed(self, seq: int, payload: bytes) -> list[Step]:
-        """Take one answer of the running replay and return the steps; `seq` -1 ends it, and a remaining hole is asked
-        for again, or given up after ATTEMPTS without progress. Without a running replay it returns none."""
+        """Take one answer of the running replay and return the steps. A `seq` of -1 ends the replay: a remaining hole is
+        asked for again, or given up after ATTEMPTS replays in a row that brought nothing into order. Without a running
+        replay there are no steps."""
         if not self.replaying:
             return []
         assert self._next is not None
@@ -103,8 +105,8 @@ class Sequencer:
         return [self._ask()] if self._attempts < ATTEMPTS else self._give_up()
 
     def unanswered(self) -> list[Step]:
-        """End the running replay, because its answers have stopped: ask again, or give up after ATTEMPTS without
-        progress."""
+        """End the running replay, because the caller has waited too long for its answers, as `replayed` with -1 does.
+        Without one there are no steps."""
         return self.replayed(-1, b"") if self.replaying else []
 
     def _ask(self) -> Replay:

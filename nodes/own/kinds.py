@@ -32,8 +32,9 @@ TIMING = {
 
 
 def settings(name: str, options: Mapping[str, Any], arguments: Sequence[str]) -> EngineConfig:
-    """Return the settings of the engine `name` from the node's options by name; missing ones have their defaults.
-    `arguments` is empty for these engines. ConfigError for an invalid value."""
+    """Return the settings of the engine called `name` from `options`, the node's options by their names; an option that
+    is missing has its default, and one that is not the engine's is ignored. `arguments` are those after `--`, which
+    these engines do not take. ConfigError for an invalid value."""
     timing = timing_named(options["sim_timing"])
     changes = {part: options[option] for part, option in TIMING.items() if options.get(option) is not None}
     return EngineConfig(
@@ -67,7 +68,8 @@ def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opene
 
 
 def own_runner(config: NodeConfig, dp_rank: int, engine: Engine) -> OwnRunner:
-    """Return the runner of one rank, over `engine`. Only ranks that compute prompts publish their prefix caches."""
+    """Return the runner of one rank, over `engine`, which the caller closes. Prefill and unified ranks publish their
+    prefix caches."""
     spec = engine.spec
     keeps_prefixes = config.role != "decode"
     pool = BlockPool(spec.blocks, spec.block_tokens, record_events=keeps_prefixes)

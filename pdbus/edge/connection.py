@@ -44,9 +44,10 @@ class Outgoing:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection of uvicorn that closes when a head is too long or too slow, or when what follows the head is too
-    long or, once it is answered, too slow. `limits` are the edge's settings. `Upgrade` is ignored and the body read,
-    because Java's HttpClient offers h2c with bodies. asyncio and httptools call the `on_` methods."""
+    """A connection of uvicorn with the limits of the edge's settings (`limits`). It closes when a request's head is too
+    long or too slow, and when what follows the head is too long. A body that still comes after the answer must end in
+    time, too. A header `Upgrade` is ignored and the body is read as usual: Java's HttpClient sends it, with an offer of
+    HTTP/2, in requests that have bodies. uvicorn, asyncio and httptools call the methods."""
 
     limits: EdgeConfig
 
@@ -71,8 +72,8 @@ class Connection(HttpToolsProtocol):
         self._time()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of the client. Close the connection when its part of a message is too long; answer 400 to what is
-        not HTTP."""
+        """Parse bytes of the client. Close the connection when the head, or what follows it, has more bytes in all than
+        the limits allow; answer 400 to what is not HTTP."""
         self._unset_keepalive_if_required()
         if self._part is Part.NONE:
             self._time()  # a head's time starts with its first byte
@@ -98,18 +99,18 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count the request line."""
+        """Count the bytes of the request line as part of the head."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header or trailer; trailers are dropped."""
+        """Count the bytes of a header or trailer, and close the connection beyond the limit; trailers are dropped."""
         self._count(len(name) + len(value) + _FIELD)
         if self._part is Part.HEAD:  # otherwise it is a trailer, which is not used
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Pass the request to the application, whose own limits hold for the body. A head that offers an upgrade is
+        """Pass the request to the application, which has further limits for the body. A head that offers an upgrade is
         parsed again without that header."""
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._declined = self._without_upgrade()
@@ -124,7 +125,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of a request; if it was answered before, the connection is idle from now on."""
+        """Note the end of a request. If it was answered already, the connection is idle until the next request."""
         if self._declined:
             return
         self._enter(Part.NONE)
@@ -137,7 +138,8 @@ class Connection(HttpToolsProtocol):
             )
 
     def on_response_complete(self) -> None:
-        """Note the end of a response; if the request's body has not ended, it must within `receive_s`."""
+        """Note the end of a response. If the request's body has not ended yet, it must end within `receive_s` seconds,
+        or the connection closes."""
         super().on_response_complete()
         if self._part is Part.BEHIND and self.cycle.response_complete:  # the rest of the body is not needed
             self._unset_keepalive_if_required()

@@ -1,10 +1,10 @@
-"""Searches the split of the ranks (how many prefill, the rest decode, or unified), the methods and the order that keep
-most requests of a trace within their SLO (limits of the time to the first token and per token).
+"""Search for the split of the ranks (how many prefill, the rest decode, or unified), the methods and the order with
+which the greatest share of a trace's requests keeps its SLO (limits of the time to the first token and per token).
 
-All combinations would take hours, so the search has steps. First every split that can compute the prompts, with one
-choice of methods and order; then all methods and orders at the best split; then the best choice at neighbouring splits,
-and with decode admission where tokens are too slow, as long as that is better; then, if asked for, unified ranks,
-alone and beside the best split. Runs nothing itself.
+All combinations would take hours, so the search has steps. First it tries every split that can compute the prompts,
+with one choice of methods and order; then all methods and orders at the best split. Then it tries the neighbouring
+splits with the best choice, and decode admission where tokens are too slow, and repeats this until nothing gets better.
+Last, if asked for, it tries unified ranks, alone and beside the best split. It runs nothing itself.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Choice:
         return asdict(self)
 
     def run(self, trace: Trace, config: LabConfig) -> Run:
-        """Return the run to make for this choice: `config` with its settings, and the trace's own times. It is not
-        started."""
+        """Return the description of a run of `trace` with this choice: `config` with the choice's settings, and requests
+        at the trace's own times. The caller starts it."""
         settings = replace(
             config, ranks=self.prefill, decode_ranks=self.decode, unified_ranks=self.unified,
             decode_method=self.decode_method, queue_order=self.queue_order, tpot_admission=self.tpot_admission,
@@ -74,7 +74,7 @@ class Found:
 
     @property
     def kept(self) -> Estimate:
-        """The share of requests that keep both SLOs."""
+        """The share of requests (0 to 1) that keep both limits, as the mean over the seeds with its interval."""
         return self.mean("slo_attainment")
 
     def mean(self, field: str) -> Estimate:
@@ -93,9 +93,9 @@ class Plan:
 
 def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner, *, unified: bool = False) -> Plan:
     """Search for the best way to run `ranks` ranks, and return all that was tried; with `unified`, unified ranks too.
-    Each seed from `config.seed` on has
-    its own trace in `traces`. `run` makes the given runs and returns their results in the same order; it is called a
-    few times. Raises ConfigError when no split can serve the prompts."""
+    `traces` has one trace for each seed: `traces[0]` for `config.seed`, the next for the seed after it. `run` makes the
+    given runs and returns their results in the same order; it is called a few times. Raises ConfigError when no split
+    can serve the prompts."""
     splits = [n for n in range(1, ranks) if offered_load(traces[0], replace(config, ranks=n)) <= MOST_LOAD]
     if not splits:
         load = offered_load(traces[0], replace(config, ranks=max(1, ranks - 1)))

@@ -86,7 +86,7 @@ class Dispatching:
             self._chooser.changed(key[1], changes)
 
     def tick(self, now: float) -> None:
-        """Have silent ranks found and logged; called on the watch's thread."""
+        """Look for ranks that have become silent, or speak again, and log them; called on the watch's thread."""
         with self.lock:
             turned = self._chooser.tick(now)
         for dp_rank, ready in turned:
@@ -105,8 +105,8 @@ class Dispatching:
 
 
 class ControllerSide:
-    """The hooks in the DP controller's process; SGLang calls them instead of its own functions. None raises an error of
-    ours."""
+    """The hooks in the DP controller's process; SGLang calls them instead of its own functions. They catch and
+    log the errors of our own code."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -120,8 +120,8 @@ class ControllerSide:
 
     def make_controller(self, original: Callable[..., None], controller: Any, *args: Any, **kwargs: Any) -> None:
         """Run SGLang's DataParallelController.__init__ (`original`), which returns when all ranks of this machine are
-        up; then replace its `dispatching` by ours and start to read the bus. Where that fails, SGLang goes on as
-        without us."""
+        up; then replace its `dispatching` by ours and start to read the bus. If our part fails, SGLang dispatches
+        by itself; errors of `original` are raised."""
         original(controller, *args, **kwargs)
         if not hasattr(controller, "recv_from_tokenizer"):
             return  # the controller of another machine dispatches

@@ -1,7 +1,7 @@
 """One HTTP request as this package sees it: what its headers ask for, and how it fared in the cluster. Pure.
 
-The middleware makes one for each HTTP request, the core finds it by the context of the task that submits, and both
-share it. It owns the shapes in which each API states an error.
+The middleware makes one for each HTTP request. `core`, which submits it to the bus, finds it in `ASKED`, a variable of
+the task's context. This module owns the shapes in which each API states an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Failure:
     retry_after_s: float = 0.0
 
     def body(self, api: Api) -> bytes:
-        """Return the JSON body of an answer that is this failure, in the form of the API."""
+        """Return the JSON body of an HTTP answer that reports this failure, in the form of the API; status and headers
+        are the caller's."""
         if api == "anthropic":
             return json.dumps(self._of_anthropic()).encode()
         error = {
@@ -52,7 +53,7 @@ class Failure:
 
     def event(self, api: Api, number: int = 0) -> bytes:
         """Return the server-sent event that ends a stream with this failure; `number` is its place in a Responses
-        stream."""
+        stream (ignored for other APIs)."""
         if api == "anthropic":
             return b"event: error\ndata: " + json.dumps(self._of_anthropic()).encode() + b"\n\n"
         if api == "responses":
@@ -82,8 +83,9 @@ class Asked:
         self.failure: Failure | None = None
 
     def options(self) -> Options:
-        """Return the options that the headers give, by the same names as at the light edge. Raises ValueError, with the
-        header's name first, for a wrong number of seconds; an invalid `traceparent` is ignored, as W3C says."""
+        """Return the options of the client library that the headers give; `pdbus serve` without vLLM takes the same
+        headers. Raises ValueError, with the header's name first, for a number of seconds that is not above 0; an
+        invalid `traceparent` is ignored, as W3C says."""
         options = Options()
         for header, name in (
             ("x-request-deadline-s", "deadline_s"), ("x-ttft-slo-s", "ttft_slo_s"), ("x-tpot-slo-s", "tpot_slo_s"),
@@ -98,8 +100,8 @@ class Asked:
         return options
 
     def session(self, session: str) -> str:
-        """Return the session's name on the bus: two API keys have no session in common. Raises ValueError where it is
-        too long."""
+        """Return the name on the bus of the session that a client calls `session`: with an API key, a hash of the key
+        goes before it, so that two keys have no session in common. Raises ValueError where `session` is too long."""
         if len(session) > SESSION_MAX:
             raise ValueError(f"session_id: {SESSION_MAX} characters at most")
         key = self.headers.get("authorization") or self.headers.get("x-api-key")
