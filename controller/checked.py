@@ -76,14 +76,14 @@ class ControllerCore:
 
     @property
     def unready(self) -> str:
-        """The reason why requests would not be served now; empty if they would. Each role of a model that ranks have, or
-        had, must have a ready rank, unless that model has enough of them: unified, or prefill and decode. A role that
-        the configuration declares needs a ready rank in any case."""
+        """The reason why requests would not be served now; empty if they would. Each role of a model that ranks have,
+        or had, must have a ready rank, unless that model has enough of them: unified, or prefill and decode. A role
+        that the configuration declares needs a ready rank in any case."""
         return self._core.unready
 
     def shutdown(self, now: float) -> list[Action]:
-        """End every live request, because this controller leaves. Return the messages that say this to clients and ranks;
-        clients then submit elsewhere."""
+        """End every live request, because this controller leaves. Return the messages that say this to clients and
+        ranks; clients then submit elsewhere."""
         return self._core.shutdown(seconds(now))
 
     def status(self, id: int, now: float) -> Status:

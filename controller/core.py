@@ -198,9 +198,9 @@ class ControllerCore:
 
     @property
     def unready(self) -> str:
-        """The reason why requests would not be served now; empty if they would. Each role of a model that ranks have, or
-        had, must have a ready rank, unless that model has enough of them: unified, or prefill and decode. A role that
-        the configuration declares needs a ready rank in any case."""
+        """The reason why requests would not be served now; empty if they would. Each role of a model that ranks have,
+        or had, must have a ready rank, unless that model has enough of them: unified, or prefill and decode. A role
+        that the configuration declares needs a ready rank in any case."""
         if not self.balancer.settled:
             return "waiting for the ranks' first reports"
         ready: dict[str, bool] = {}

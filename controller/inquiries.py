@@ -46,8 +46,8 @@ class _Inquiry:
 
 
 class Inquiries:
-    """The open questions about the requests in `table`, at most MAX_OPEN. `wall_s` added to the core's clock gives seconds
-    since 1970. Methods append actions to `out`."""
+    """The open questions about the requests in `table`, at most MAX_OPEN. `wall_s` added to the core's clock gives
+    seconds since 1970. Methods append actions to `out`."""
 
     def __init__(self, name: str, members: Members, table: RequestTable, wall_s: float) -> None:
         self._name = name

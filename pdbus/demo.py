@@ -55,10 +55,9 @@ class Answer:
 
 
 def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int, verify: bool) -> bool:
-    """Start the demo's cluster, send the prompts, print to `console`, and stop the cluster; the call returns when all of
-    that is done. `max_tokens` is for each prompt. Return true if every request
-    completed (and, with `verify`, equals the single-process answer). Raises StartError or ConfigError if the cluster
-    does not start."""
+    """Start the demo's cluster, send the prompts, print to `console`, and stop the cluster; the call returns when all
+    of that is done. `max_tokens` is for each prompt. Return true if every request completed (and, with `verify`, equals
+    the single-process answer). Raises StartError or ConfigError if the cluster does not start."""
     kind = kind_of(engine)
     demo = kind.demo
     assert demo is not None, "the command has checked it"

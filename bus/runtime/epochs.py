@@ -14,6 +14,7 @@ def new_epoch() -> int:
 
 
 def wall_s(clock: Callable[[], float]) -> float:
-    """Return the offset in seconds that turns a reading of `clock` into the time since 1970. A process asks for it once:
-    if the machine's clock is set meanwhile, times that were made with two offsets would not follow one another."""
+    """Return the offset in seconds that turns a reading of `clock` into the time since 1970. A process asks for it
+    once: if the machine's clock is set meanwhile, times that were made with two offsets would not follow one
+    another."""
     return time.time() - clock()

@@ -32,9 +32,9 @@ class Learned(Struct, frozen=True, gc=False):
 
 class Follower:
     """The follower of one rank. `missed`: the index was cleared and may lack blocks that the rank still has. The caller
-    then asks a node of ours for all its blocks with the next ping, and sets it to False. `replay`: the publisher can send old messages again. `ours`: the
-    publisher is a node of ours, whose hashes need no translation. A message that cannot be read clears the index, since
-    its content is unknown.
+    then asks a node of ours for all its blocks with the next ping, and sets it to False. `replay`: the publisher can
+    send old messages again. `ours`: the publisher is a node of ours, whose hashes need no translation. A message that
+    cannot be read clears the index, since its content is unknown.
 
     `counts` gets `kv_gaps`, `kv_restarts`, the counts of blocks that the translation left out (the names in
     `kv_events.LEFT_OUT`; a node of ours translates by itself and reports them), and `rejected_<reason>` for a message

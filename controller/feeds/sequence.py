@@ -1,10 +1,9 @@
-"""One publisher's sequence numbers: what is in order, what is missing, and when it restarted. Pure; it moves no
-bytes.
+"""One publisher's sequence numbers: what is in order, what is missing, and when it restarted. Pure; it moves no bytes.
 
-There is no epoch on this wire, so a live number that does not rise means that the publisher restarted, and that all that
-was known of it is wrong now. Skipped numbers (a hole) are asked for (`Replay`). A replay may end before it has sent all
-of them; what is still missing is asked for again. When the publisher no longer has it, all that is known is given up
-(`Void`), and the sequence starts again after the hole."""
+There is no epoch on this wire, so a live number that does not rise means that the publisher restarted, and that all
+that was known of it is wrong now. Skipped numbers (a hole) are asked for (`Replay`). A replay may end before it has
+sent all of them; what is still missing is asked for again. When the publisher no longer has it, all that is known is
+given up (`Void`), and the sequence starts again after the hole."""
 
 from __future__ import annotations
 
@@ -87,9 +86,9 @@ class Sequencer:
         return steps
 
     def replayed(self, seq: int, payload: bytes) -> list[Step]:
-        """Take one answer of the running replay and return the steps. A `seq` of -1 ends the replay: a remaining hole is
-        asked for again, or given up after ATTEMPTS replays in a row that brought nothing into order. Without a running
-        replay there are no steps."""
+        """Take one answer of the running replay and return the steps. A `seq` of -1 ends the replay: a remaining hole
+        is asked for again, or given up after ATTEMPTS replays in a row that brought nothing into order. Without a
+        running replay there are no steps."""
         if not self.replaying:
             return []
         assert self._next is not None

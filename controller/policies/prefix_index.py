@@ -9,8 +9,8 @@ hold the prompt once it has computed it). An expected entry lasts until it is co
 where the rank publishes events, after `expect_s` where it does not. Memory is bounded by `max_blocks` a rank. What no
 call has named for longest is dropped first; of one prompt, its end before its beginning, since a prefix without its
 beginning is of no use. Where a rank publishes events, expected entries take half of that at most, so that requests push
-out nothing that the rank has reported. Hashes are unsigned 64-bit integers. A rank is the number of its slot (`RankLoad.slot`), a set of
-ranks an integer with the bits of their slots.
+out nothing that the rank has reported. Hashes are unsigned 64-bit integers. A rank is the number of its slot
+(`RankLoad.slot`), a set of ranks an integer with the bits of their slots.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class PrefixIndex:
         return sum(len(rank.blocks) for rank in self._ranks.values())
 
     def advance(self, now: float) -> None:
-        """Set the time in seconds; expected entries that were not confirmed in time are dropped. An earlier time than the
-        last one changes nothing."""
+        """Set the time in seconds; expected entries that were not confirmed in time are dropped. An earlier time than
+        the last one changes nothing."""
         self._now = max(self._now, now)
         while self._expiries and self._expiries[0][0] <= self._now:
             self._expire()

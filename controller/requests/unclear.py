@@ -38,8 +38,8 @@ class Unclear:
         return self.at.pop(rank, {})
 
     def count(self, rid: Rid, offset: int) -> int:
-        """Return how many ranks may have died with the request `rid`, counting only losses of a submit with exactly this
-        `offset`: a request that has got more tokens since did not kill those ranks."""
+        """Return how many ranks may have died with the request `rid`, counting only losses of a submit with exactly
+        this `offset`: a request that has got more tokens since did not kill those ranks."""
         return sum(lost.get(rid) == offset for lost in self.at.values())
 
     def untold(self, rid: Rid, attempt: Attempt, room: Room | None) -> None:

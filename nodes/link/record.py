@@ -93,8 +93,8 @@ def span_of(record: LegRecord, rank: str, model: str, wall_s: float) -> Span:
 
 
 def trace_events_of(record: LegRecord, wall_s: float) -> list[TraceEvent]:
-    """Return the events of a leg, over or not, in order of time, for `pdbus trace`. `wall_s` is added to the process's clock to get
-    seconds since 1970."""
+    """Return the events of a leg, over or not, in order of time, for `pdbus trace`. `wall_s` is added to the process's
+    clock to get seconds since 1970."""
     events = [(record.taken_at, "taken", ""), *record.events]
     if record.first_token_at and record.role != "prefill":
         events.append((record.first_token_at, "first_token", ""))

@@ -67,8 +67,8 @@ class BlockPool:
         return len(self._block_of)
 
     def names(self) -> list[int]:
-        """Return the hashes of all cached blocks in the order of `commit`, so that a prefix's beginning comes before its
-        end."""
+        """Return the hashes of all cached blocks in the order of `commit`, so that a prefix's beginning comes before
+        its end."""
         return list(self._block_of)
 
     def is_cached(self, block_hash: int) -> bool:
@@ -85,8 +85,8 @@ class BlockPool:
         return list(iter(map(self._block_of.get, hashes).__next__, None))  # up to the first that is not there
 
     def take(self, count: int, hashes: Sequence[int] = ()) -> tuple[list[int], int] | None:
-        """Take `count` blocks for a sequence, beginning with the cached prefix of `hashes` (as far as `count` goes); each
-        is held until `release`.
+        """Take `count` blocks for a sequence, beginning with the cached prefix of `hashes` (as far as `count` goes);
+        each is held until `release`.
 
         Return (table, number of them from the cache), or None, with nothing taken, when memory is short.
         """
@@ -102,8 +102,8 @@ class BlockPool:
         return table, len(shared)
 
     def commit(self, block: int, block_hash: int, parent: int, tokens: Sequence[int] = ()) -> None:
-        """Give a held block, which is now full, its name for the cache: the hash of the prefix whose last block it is. A
-        second block of the same name stays without one. AssertionError if no sequence holds it."""
+        """Give a held block, which is now full, its name for the cache: the hash of the prefix whose last block it is.
+        A second block of the same name stays without one. AssertionError if no sequence holds it."""
         assert self._references[block] > 0, f"commit of block {block}, which is not held"
         if block_hash in self._block_of or block in self._hash_of:
             return

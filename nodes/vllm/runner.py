@@ -66,8 +66,8 @@ class Client(Protocol):
 class VllmRunner(ThreadedRunner):
     """The runner of one rank; its methods are those of `nodes.link.runner.Runner`. `on_engine` and `on_link` run a
     function on the one thread and on the other; `sampling` and `prompt` make vLLM's arguments, `check` raises
-    ValueError for sampling that a decode engine would refuse; `lease_s` is how long a KV cache is kept; `name` is unique among all starts of all ranks; `options` go with each request, and its priority
-    if `prioritised`."""
+    ValueError for sampling that a decode engine would refuse; `lease_s` is how long a KV cache is kept; `name` is
+    unique among all starts of all ranks; `options` go with each request, and its priority if `prioritised`."""
 
     def __init__(
         self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any],

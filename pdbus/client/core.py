@@ -4,9 +4,9 @@ actions come out: messages to send, output and results to deliver.
 A peer is an endpoint: `Send.peer` is the endpoint to connect to, and `received` gets the endpoint of the sender.
 
 Output tokens are numbered from 0 over all attempts (tries of a request). A token that was delivered before is dropped;
-where tokens are missing before one that comes, they are asked for. So no token is delivered twice or out of order. When the rank that streams is lost,
-the request is submitted again under the same rid with the next attempt: the prompt frame then has the prompt and the
-output so far, and `offset` is the number of output tokens in it.
+where tokens are missing before one that comes, they are asked for. So no token is delivered twice or out of order. When
+the rank that streams is lost, the request is submitted again under the same rid with the next attempt: the prompt frame
+then has the prompt and the output so far, and `offset` is the number of output tokens in it.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Choice:
         return asdict(self)
 
     def run(self, trace: Trace, config: LabConfig) -> Run:
-        """Return the description of a run of `trace` with this choice: `config` with the choice's settings, and requests
-        at the trace's own times. The caller starts it."""
+        """Return the description of a run of `trace` with this choice: `config` with the choice's settings, and
+        requests at the trace's own times. The caller starts it."""
         settings = replace(
             config, ranks=self.prefill, decode_ranks=self.decode, unified_ranks=self.unified,
             decode_method=self.decode_method, queue_order=self.queue_order, tpot_admission=self.tpot_admission,

@@ -100,13 +100,13 @@ class FolderText:
         return decoder.push(list(ids)) + decoder.finish()
 
     def decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Decoder:
-        """Return a decoder for an answer whose tokens come a few at a time. The ids of `prompt` before it decide how its
-        first token reads (with a space before it or not); they give no text themselves."""
+        """Return a decoder for an answer whose tokens come a few at a time. The ids of `prompt` before it decide how
+        its first token reads (with a space before it or not); they give no text themselves."""
         return FolderDecoder(self._whole, prompt, skip_special_tokens=skip_special_tokens)
 
     def token(self, id: int) -> str:
-        """Return the text of one token by itself, also a special one. Part of a character is U+FFFD, an unknown id gives
-        an empty text."""
+        """Return the text of one token by itself, also a special one. Part of a character is U+FFFD, an unknown id
+        gives an empty text."""
         text: str = self._whole.decode([id], skip_special_tokens=False)
         return text
 
