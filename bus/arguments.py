@@ -26,8 +26,7 @@ LONGEST_S = 1e12
 
 
 def number(value: object, name: str) -> float:
-    """Return `value`, a number of any library, as a float, which may be infinite or not a number. TypeError for
-    anything else."""
+    """Return `value`, a number of any library, as a float; infinity and NaN pass. TypeError if it is no number."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     try:
@@ -37,7 +36,8 @@ def number(value: object, name: str) -> float:
 
 
 def seconds(value: object, name: str = "now") -> float:
-    """Return `value` as a number of seconds that is finite, of any sign; ValueError beyond LONGEST_S."""
+    """Return `value`, seconds of any sign, as a float; ValueError for NaN, infinity, and beyond LONGEST_S either
+    way."""
     found = number(value, name)
     if not abs(found) <= LONGEST_S:
         raise ValueError(f"{name} must be a finite number of seconds")
@@ -82,8 +82,8 @@ def message(value: object, kind: type[M]) -> M:
 
 def typed(config: Any, *, called: Callable[[str], str] = str) -> None:
     """Raise ConfigError if a field of the dataclass instance `config` has a value of another type than it declares.
-    Only fields that are declared as text, number, true or false, or tuple are checked. `called` gives the name of a
-    field in the error."""
+    Only fields that are declared as str, int, float, bool or tuple are checked. `called` turns a field's name into the
+    name that the error shows."""
     for field in fields(config):
         value, declared = getattr(config, field.name), str(field.type)
         kind, words = _KINDS.get(declared.partition("[")[0], (object, ""))

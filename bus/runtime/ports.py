@@ -24,9 +24,9 @@ def free_ports(host: str, count: int) -> int:
 
 
 def hold(host: str, port: int) -> bool:
-    """Reserve a tcp port number for the life of this process, among all programs that call this before they listen: the
-    UDP port of that number marks it. Return false if it is reserved or in use. StartError if the address is not this
-    machine's."""
+    """Reserve a tcp port number for the life of this process, by binding the UDP port of that number. Only programs
+    that call this before they listen respect it. Return false if it is reserved or in use. StartError if the address is
+    not this machine's."""
     host = socket_host(host)
     _check(host)
     if not _is_free(host, port):

@@ -41,7 +41,7 @@ def serve(
     the port is taken.
 
     `gather`, `unready` (why the part cannot work now; empty: it can) and `targets` (in the form of `http_sd`; None: no
-    such page) are called on the loop's thread each GATHER_S. `labels` go to each sample of the part.
+    such page) are called on the loop's thread every GATHER_S seconds. `labels` go to each sample of the part.
     """
     board = Board(loop, gather, unready, targets, labels)
     board.keep()
@@ -82,7 +82,7 @@ class Board:
         self.registry = registry(lambda: self._metrics, labels)
 
     def keep(self) -> None:
-        """Gather fresh data from the part and store it. The loop calls it each GATHER_S."""
+        """Gather fresh data from the part and store it. The loop calls it every GATHER_S seconds."""
         made = gauge("pdbus_page_timestamp_seconds", "when the part last made its figures, since 1970", time.time())
         self._metrics = (*self._gather(), made)
         self._trouble = self._unready()

@@ -2,7 +2,7 @@
 
 Every queue is bounded (HWM), nothing lingers, no frame may exceed `MAXMSGSIZE`, connections are counted
 (`bus.runtime.connection_limiter`), and ZMTP heartbeats find dead TCP peers. A part has one `Sockets` object (one
-Context) and closes it in the same `with`; the thread that made a socket owns it. This module must not send, receive
+Context), which one `with` opens and closes; the thread that made a socket owns it. This module must not send, receive
 or decide.
 """
 
@@ -100,14 +100,14 @@ class Sockets:
 
     @property
     def refused(self) -> dict[str, int]:
-        """The number of refused handshakes by domain: unlisted or revoked keys, wrong roles, too many connections, no
-        CURVE. Empty without keys."""
+        """The number of refused handshakes (an unlisted or revoked key, a wrong role, too many connections, no CURVE)
+        by domain. Empty without keys."""
         return dict(self.gatekeeper.refused) if self.gatekeeper is not None else {}
 
     def look(self) -> None:
-        """Disconnect from ports whose key was missing from the list twice in a row, and reconnect where the list has a
-        new key. Call it every LOOK_S (`bus.runtime.peer_keys`) on the thread that owns the connecting sockets. Without
-        keys it does nothing."""
+        """Disconnect from ports whose key is not in the list at this call and was not at the last one, and reconnect
+        where the list has a new key. Call it every LOOK_S (`bus.runtime.peer_keys`) on the thread that owns the
+        connecting sockets. Without keys it does nothing."""
         if self._peer_keys is not None:
             self._peer_keys.look()
 
@@ -118,12 +118,13 @@ class Sockets:
             check_dir(Path(split_owner(endpoint)[0].removeprefix("ipc://")).parent)
 
     def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
-        """Close one socket; it goes on sending what is queued for `linger_ms`."""
+        """Close one socket; for up to `linger_ms` it still sends what is queued."""
         self._forget(socket)
         socket.close(linger=linger_ms)
 
     def release(self, socket: Socket) -> Socket:
-        """Hand `socket` to another thread, which closes it when it meets ContextTerminated; `close` waits for that."""
+        """Give `socket` to another thread, which must close it when a call on it raises ContextTerminated: `close`
+        waits for that. Return `socket`."""
         self._forget(socket)
         return socket
 
@@ -135,8 +136,8 @@ class Sockets:
     # --- kinds ------------------------------------------------------------------------------------------------
 
     def pub(self, connect: str) -> Socket:
-        """Return a PUB connected to the broker's endpoint. As for all that connect: StartError for a wrong address,
-        ConfigError as `check` raises it."""
+        """Return a PUB connected to the broker's endpoint. Like every method that connects, it raises StartError for a
+        wrong address, and ConfigError as `check` does."""
         return self._connect(self._new(zmq.PUB, HEADER_MAX), connect)
 
     def sub(self, connect: str, topics: tuple[bytes, ...]) -> Socket:
@@ -155,16 +156,15 @@ class Sockets:
         return self._bind_all(socket, bind, "publish")
 
     def bus_out(self, *bind: str) -> Socket:
-        """Return the broker's bound PUB, to which subscribers connect: all they may send is subscriptions, which go no
-        further. StartError where an endpoint is taken."""
+        """Return the broker's bound PUB, to which subscribers connect: they can send only subscriptions, and these
+        are not passed on to publishers. StartError where an endpoint is taken."""
         socket = self._new(zmq.PUB, TOPIC_MAX)
         socket.setsockopt(zmq.RCVHWM, SUBSCRIPTIONS_READ)
         return self._bind_all(socket, bind, "subscribe", listeners=True)
 
     def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM, role: KeyRole = "brokers") -> Socket:
-        """Return a connecting DEALER. `maximum` is the bytes of a frame, `hwm` the messages of each queue, `role` that
-        of the port's key, where there are keys. Raises StartError for a wrong address, and ConfigError as `check`
-        does."""
+        """Return a connecting DEALER. A frame has at most `maximum` bytes, a queue at most `hwm` messages. With keys,
+        the port's key must be one of `role`. Raises StartError for a wrong address, and ConfigError as `check` does."""
         return self._connect(self._new(zmq.DEALER, maximum, hwm), connect, role)
 
     def router(
@@ -198,8 +198,8 @@ class Sockets:
         """Return a node's bound ROUTER for its data, and its endpoint as peers must connect to it. `host` is
         `ipc:///path` or `tcp://address:port` (used as they are), or `tcp://address` (any port).
 
-        Each process binds a new path `.../node-<number>`; files of dead processes are removed. With keys, the end of
-        the endpoint names the key that this port proves.
+        Each process binds a new path `.../node-<number>`; files of dead processes are removed. With keys, the
+        endpoint ends with the name of the key that this port proves.
         """
         if host.startswith("ipc://"):
             _remove_dead(Path(host.removeprefix("ipc://")))

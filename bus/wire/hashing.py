@@ -40,16 +40,16 @@ def tokens_of(frame: bytes) -> array[int]:
 
 
 def root_of(salt: str) -> int:
-    """Return the parent of the first block of prompts with this `cache_salt` (equal prefixes with another salt are
-    other prefixes); ROOT for an empty one."""
+    """Return the parent of the first block of prompts with this `cache_salt`, so that another salt gives other hashes;
+    ROOT for an empty salt."""
     if not salt:
         return ROOT
     return int.from_bytes(blake2b(salt.encode(), digest_size=8, key=SALT_KEY).digest(), "little")
 
 
 def hash_block(parent: int, block: bytes) -> int:
-    """Return the hash of one full block (int32 little-endian token ids) that follows the prefix whose last block has
-    the hash `parent` (`root_of`: there is none)."""
+    """Return the hash of one full block (int32 little-endian token ids). `parent` is the hash of the block before it;
+    for a first block, the result of `root_of`."""
     return int.from_bytes(blake2b(parent.to_bytes(8, "little") + block, digest_size=8).digest(), "little")
 
 

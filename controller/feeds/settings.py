@@ -15,8 +15,9 @@ _FORM = "KIND=tcp://HOST:PORT[,dp_size=N][,instance=NAME][,replay=PORT][,load=PO
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The feeds of one engine: rank r publishes KV events on `port` + r, answers replays on `replay` + r, and
-    publishes its load on `load` + r (0: not). The controller knows its ranks as those of `instance`."""
+    """The feeds of one engine: rank r publishes KV events on `port` + r, answers replays on `replay` + r, and publishes
+    its load on `load` + r (a `replay` or `load` of 0: it does not). The controller knows its ranks as those of
+    `instance`."""
 
     kind: str
     host: str
@@ -27,7 +28,7 @@ class EngineSettings:
     load: int = 0
 
     def endpoint(self, port: int, dp_rank: int) -> str:
-        """Return the endpoint of rank `dp_rank` for the first rank's `port`."""
+        """Return the endpoint of rank `dp_rank`, where `port` is the port of rank 0 for events, replays or load."""
         return f"tcp://{self.host}:{port + dp_rank}"
 
 

@@ -1,9 +1,9 @@
-"""The reports to controllers about the legs at one rank: acknowledgements of dispatches, beginnings and ends of legs.
-Pure bookkeeping.
+"""The reports to controllers about the legs at one rank: which dispatches came, which legs began, and which ended. Pure
+bookkeeping.
 
-Acknowledgements count everything ingested from a controller's epoch, in order; the controller's load estimate relies on
-them. Ends are remembered for a while, so that a repeated dispatch or a returning controller gets the same answer again.
-All of it is bounded.
+An acknowledgement counts, in order, all that this rank has ingested from one start (epoch) of a controller; the
+controller's load estimate relies on it. Ends are remembered for a while, so that a repeated dispatch or a returning
+controller gets the same answer again. All of it is bounded.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Reports:
         self._report(owner).ended.append(end)
 
     def remember(self, owner: int, end: Ended, identity: Identity, now: float) -> None:
-        """Report an end to `owner`, and remember it for REMEMBER_S: the same attempt, or an older one, then gets it as
-        its answer."""
+        """Report an end to `owner`, and remember it for REMEMBER_S seconds: a dispatch of the same attempt, or of an
+        older one, then gets it as its answer."""
         self.ended(owner, end)
         remembered = self._remembered
         remembered[end.rid] = _Remembered(end, owner, identity, now)
@@ -90,8 +90,8 @@ class Reports:
             remembered.popitem(last=False)
 
     def answered(self, owner: int, dispatch: Dispatch, current: Leg | None, now: float) -> bool:
-        """Return true if this attempt is here (`current` is the live leg of the same request, None: there is none) or
-        has ended here; then `owner` gets its report again, and the dispatch needs nothing else."""
+        """Return true if this attempt is live or has ended here: then `owner` gets its report again, and the dispatch
+        needs nothing else. `current` is the live leg of the same request (None: there is none)."""
         if current is not None and current.attempt == dispatch.attempt:
             current.owner = owner  # a controller that came back takes its request over
             if current.started:
@@ -110,7 +110,7 @@ class Reports:
             raise Refusal("fenced", "a newer attempt was here")
 
     def last_end(self, rid: str, identity: Identity, now: float) -> Ended | None:
-        """Return the remembered end of this request under the rid; None: it is not remembered."""
+        """Return the remembered end of the request that `rid` and `identity` name; None: it is not remembered."""
         known = self._remembered.get(rid)
         if known is None or now - known.at > REMEMBER_S or not known.identity.agrees(identity):
             return None

@@ -27,18 +27,18 @@ class Client(BaseClient):
         controller: its base address (default: the one `pdbus up` serves on).
         prefill_controller, decode_controller: instead, one controller for each leg. Both get the same room, and the
             failure of one leg cancels the other.
-        retries: how often a request is retried without a new token in between. With 0 every failure is final, and
-            nothing is resumed.
-        connect_timeout_s: how long a controller may leave a submit unanswered, or may have no rank yet (from which
-            this client learns the model, and whether prefill and decode are split).
-        overloaded_s, no_rank_s: seconds in which a request without a first token is retried: while the cluster is
-            overloaded, counted from the submit; while no rank can take it, counted from the first such answer. Default:
-            no time limit, only `retries`.
+        retries: how many times in a row a request is retried; each new token starts the count again. With 0 every
+            failure is final, and nothing is resumed.
+        connect_timeout_s: how long a controller may leave a submit unanswered, or may have no rank yet (its ranks tell
+            this client the model, and whether prefill and decode are split).
+        overloaded_s, no_rank_s: for how long a request without a first token is retried. `overloaded_s`: while the
+            cluster is overloaded, from the submit on. `no_rank_s`: while no rank can take it, from the first such
+            answer on. Default: no time limit, only `retries`.
         keys: directory of CURVE keys.
         model: for text; default: the model that the controller's ranks serve.
         tokenizer: for text: a folder with the model's `tokenizer.json`, or the word `bytes` (default: the model's own
             files on this machine).
-        seed: for random rids and rooms, for tests.
+        seed: makes the random rids and rooms the same in each run, for tests.
 
     Raises ConfigError for a wrong address. `generate` and `generate_tokens` raise TypeError for an option that does not
     exist, ConfigError for a wrong value and, where they must ask the controller first, PeerLost when none answers; a
@@ -83,14 +83,15 @@ class Client(BaseClient):
         return self._begin(ids, options, None)
 
     def status(self, *, timeout_s: float | None = None) -> Status:
-        """Return the status of the controller (with two: that of the decode legs): its ranks and counts. Raises
-        PeerLost when it does not answer within `timeout_s` (default: `connect_timeout_s`)."""
+        """Return the status of the controller (with two controllers, that of the decode legs): its ranks and counts.
+        Raises PeerLost when it does not answer within `timeout_s` (default: `connect_timeout_s`)."""
         return self._ask_status(self._channel, timeout_s).result()
 
     def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
-        """Return what controller and ranks recorded of the request `rid`, as `pdbus trace` shows it. Without a record
-        of this rid, the newest one that begins with `rid-` is taken (`rid` of the reply); `parts` is empty where none
-        is left. Raises RequestFailed when this client may not see it, and PeerLost as `status` does."""
+        """Return what controller and ranks recorded of the request `rid`, as `pdbus trace` shows it. If there is no
+        record of `rid`, the newest request whose id is `rid`, a `-` and more is taken; the reply's `rid` says which.
+        `parts` is empty if there is none either. Raises RequestFailed when this client may not see it, and PeerLost as
+        `status` does."""
         return self._ask_trace(self._channel, rid, timeout_s).result()
 
     def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
@@ -118,9 +119,9 @@ class Stream(BaseStream):
     """The output of one request. Iterate over it to get `Piece`s; a request that failed raises RequestFailed at the
     end.
 
-    One thread may iterate, any thread may cancel. Leaving the loop early cancels the request, and so does dropping the
-    stream before its end, unless `continue_on_disconnect` is set and no loop has begun. `result` waits for the end.
-    `rid` is the request's id.
+    One thread may iterate, any thread may cancel. Leaving the loop early cancels the request. Dropping the stream
+    before its end cancels it too, unless `continue_on_disconnect` is set and no loop has begun. `result` waits for the
+    end. `rid` is the request's id.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ RETRY_AFTER_S = 1.0  # for a 429 or 503 without a hint
 
 class HttpError(Exception):
     """An error to be answered with `status`. `param` names the field at fault, `code` is for programs (None: without).
-    `retry_after_s` 0: no advice, but for 429 and 503 RETRY_AFTER_S."""
+    `retry_after_s` 0: no advice when to try again, except that 429 and 503 then advise RETRY_AFTER_S."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class HttpError(Exception):
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """The response's headers for this error. `Retry-After` takes whole seconds; OpenAI's own clients read
-        `retry-after-ms`."""
+        """The response's headers for this error. Advice when to try again is in `Retry-After` (whole seconds) and in
+        `retry-after-ms` (which OpenAI's own clients read)."""
         if not self.retry_after_s:
             return self._headers
         seconds, ms = math.ceil(self.retry_after_s), math.ceil(self.retry_after_s * 1000)

@@ -1,4 +1,4 @@
-"""Stands for vLLM's client of an engine core: each request is submitted to the bus, and its tokens come back.
+"""Takes the place of vLLM's client of an engine core: each request is submitted to the bus, and its tokens come back.
 
 Owns the requests of one server process and their streams. `fields` and `records` translate; the client library
 retries and resumes behind a stream, so vLLM sees a pause at most.
@@ -142,8 +142,9 @@ class BusCore:
         running.task = asyncio.create_task(self._submit(running, request.prompt_token_ids, options))
 
     async def get_output_async(self) -> Any:
-        """Wait until output has come, and return that of all requests since the last call. A request that failed gets
-        its error directly. Raises PartFailed once the client library has broken."""
+        """Wait until output has come, and return that of all requests since the last call. The error of a request that
+        failed is not among it: this call gives it to that request in vLLM's tables. Raises PartFailed once the client
+        library has broken."""
         self._start()
         assert self._looking is not None
         while True:
@@ -177,8 +178,8 @@ class BusCore:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Refuse new requests, let live ones finish for `timeout` seconds (None: 0), then fail them and begin to close
-        the client, whose end is not awaited. It blocks until then and 1 s longer at most; on the loop's own thread it
-        fails them at once. A second call changes nothing."""
+        the client, without waiting for its end. It blocks for `timeout` + 1 s at most. Called on the loop's own thread
+        it fails the live requests at once. A second call changes nothing."""
         loop = self._loop
         self.draining = True
         if loop is None or loop.is_closed():
@@ -204,7 +205,7 @@ class BusCore:
     def admit(self) -> None:
         """Raise the error with which a request is refused before it is submitted: while the server shuts down, while
         the cluster is unready (but not in the first NO_RANK_S after a status first said so), and for a while after an
-        `overloaded`. The middleware has it then too, since vLLM asks again once it has begun a stream."""
+        `overloaded`. The middleware learns of it too: vLLM may ask only after it has begun a stream."""
         failure = self._refusal(time.monotonic())
         if failure is not None:
             if (asked := ASKED.get()) is not None:
@@ -212,8 +213,8 @@ class BusCore:
             raise records.error_of(failure)
 
     def hint_s(self) -> float:
-        """Return how long refusals by `overloaded` still stand, in seconds; 0: there is none, or another reason (the
-        middleware then says 1 s)."""
+        """Return for how many seconds requests are still refused because the cluster was overloaded; 0 if they are not,
+        or are refused for another reason (the middleware then advises 1 s)."""
         return max(0.0, self._overloaded_until - time.monotonic())
 
     # --- inside -------------------------------------------------------------------------------------------------------

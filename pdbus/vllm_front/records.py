@@ -36,7 +36,7 @@ class BusFailed(GracefulHTTPError, GenerationError):  # type: ignore[misc]
 
 
 class BusRefused(VLLMValidationError, GenerationError):  # type: ignore[misc]
-    """The bus takes a request for invalid. As of `BusFailed`, vLLM logs no traceback of it."""
+    """The bus found a request invalid. As with `BusFailed`, vLLM logs no traceback of it."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message, parameter=failure.param)
@@ -59,7 +59,7 @@ def output(
     stop_reason: int | None,
 ) -> Any:
     """Return vLLM's record of new output tokens of one request. `finish`: how it ended with them; None: it goes on.
-    `top`: how many of the likeliest tokens were asked for at each place; None: no logarithms."""
+    `top`: how many of the likeliest tokens were asked for at each place; None: no log probabilities."""
     return EngineCoreOutput(
         request_id,
         list(ids),
@@ -80,7 +80,7 @@ def began(record: Any, prompt_tokens: int, cached_tokens: int, queued_at: float)
 
 
 def of_prompt(record: Any, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int) -> None:
-    """Add the log probabilities of the prompt's tokens from the second on to the first output of a request."""
+    """Add to the first output of a request the log probabilities of its prompt's tokens, from the second token on."""
     if not logprobs:
         return
     tokens, values, ranks, _ = logprobs_lists(ids[1:], logprobs, top)
@@ -88,15 +88,16 @@ def of_prompt(record: Any, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 
 
 def outputs(records: list[Any], running: int, waiting: int) -> Any:
-    """Return vLLM's record of what came at once. `running` and `waiting` are this server's requests, for vLLM's
-    gauges."""
+    """Return vLLM's one record of the outputs that came together. `running` and `waiting` are this server's requests,
+    for vLLM's gauges."""
     finished = {record.request_id for record in records if record.finish_reason is not None}
     stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
     return EngineCoreOutputs(outputs=records, finished_requests=finished or None, scheduler_stats=stats)
 
 
 def logprobs_lists(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int) -> Any:
-    """Return vLLM's arrays of log probabilities: a row a token, the sampled one first, then the likeliest. A sampled
+    """Return vLLM's arrays of log probabilities: a row for each output token, the sampled token first, then the `top`
+    likeliest. A sampled
     token whose rank was not reported, and which is not among these, ranks behind them."""
     tokens = np.zeros((len(ids), top + 1), dtype=np.int32)
     values = np.full((len(ids), top + 1), LEAST, dtype=np.float32)

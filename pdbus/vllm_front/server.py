@@ -1,4 +1,5 @@
-"""`pdbus serve --front vllm`: runs vLLM's server in this process, or as many as its arguments say in further ones.
+"""`pdbus serve --front vllm`: runs vLLM's server in this process, or several, each in a process of its own, if its
+arguments say so.
 
 Owns the process around it: environment, standard output, and the moment at which it answers.
 """
@@ -94,8 +95,8 @@ async def _until_answered(settings: Settings, wait_s: float, waiting: Callable[[
 
 
 def parsed(address: tuple[str, int], model: str, arguments: Sequence[str], drain_s: float) -> Any:
-    """Return vLLM's arguments, parsed, with address, model and what the edge's options say. Raises ConfigError in one
-    line for what vLLM does not take."""
+    """Return vLLM's arguments, parsed, with address, model and what the edge's options say. Raises ConfigError, with a
+    message of one line, for arguments that vLLM does not take."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
