@@ -1,4 +1,5 @@
-"""Due times: the one structure in which the cores keep times at which something ends. It reads no clock."""
+"""Due times: the structure in which the parts' cores (their logic without I/O) keep when something ends. It reads no
+clock."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ K = TypeVar("K", bound=Hashable)
 
 class TimerSlots(Generic[K]):
     """Keys with due times in seconds, in slots of `step_s`, so that adding and removing are O(1) and leave nothing
-    behind. A key is taken when its time has come, never before and at most a slot late. To remove a key, the caller
+    behind. `take` returns a key once its time has come: never before, and at most a
+    slot late. To remove a key, the caller
     gives the time with which it was added. `len` and iteration give the keys that wait."""
 
     def __init__(self, now: float = 0.0, *, step_s: float = 0.05) -> None:
@@ -42,7 +44,8 @@ class TimerSlots(Generic[K]):
                     del self._slots[number]
 
     def take(self, now: float, most: int | None = None) -> list[K]:
-        """Remove and return the keys whose time has come, `most` of them at most; the rest comes with the next call."""
+        """Remove and return the keys whose time has come, but no more than `most` keys; the next call returns the
+        rest."""
         end = int(now / self._step_s) + 1
         if end - self._next > len(self._slots):  # a long pause: look at what is there
             numbers = sorted(number for number in self._slots if number < end)

@@ -2,8 +2,8 @@
 latency): when a request goes to ranks, and how soon its first token could come. Pure.
 
 The order of what waits at a rank cannot be changed any more. So a prompt leaves the central queue only when some rank
-has less than `late_tokens` queued: enough to keep it busy until the next one arrives. Where the time for each further
-token counts, the prompt also waits until some decode rank can take it without longer steps than that.
+has less than `late_tokens` queued; so many keep a rank busy until the next prompt arrives. Where the time per further
+token has a limit, the prompt also waits until some decode rank can take it with no step longer than that limit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ SMOOTH_STEPS = 10_000  # of decode
 
 class LateBinding:
     """Late binding for one controller's ranks. `late_tokens`: a rank with fewer queued prompt tokens gets the next
-    prompt; `tpot_slo_s`: the limit of the time per token for requests that state none (0: none). `held_by_wish`: the
-    request decided last waits only for the limit that it states itself."""
+    prompt; `tpot_slo_s`: the limit of the time per token for requests that state none (0: none). `held_by_wish`:
+    true if `decoding` returned None last time only because of a limit that the request states itself."""
 
     def __init__(self, late_tokens: int, tpot_slo_s: float = 0.0) -> None:
         self._late_tokens = late_tokens
@@ -33,7 +33,7 @@ class LateBinding:
         self._late_tokens, self._tpot_slo_s = late_tokens, tpot_slo_s
 
     def observe(self, rank: RankLoad, load: Load, now: float) -> None:
-        """Learn the rank's speed from `load`; call it before that replaces the rank's last report."""
+        """Learn the rank's speed from `load`; call it before `load` replaces the rank's last report."""
         if rank.load is not None and rank.reported_at is not None and load.seq > rank.load.seq:
             role, model = rank.info.role, rank.info.model
             known = (
@@ -56,9 +56,9 @@ class LateBinding:
         return 0.0 if pace is None else (queued_tokens(rank) + work) * pace.s_per_token
 
     def decoding(self, view: View, rank: RankLoad | None, submit: Submit) -> RankLoad | None:
-        """Return the decode rank: `rank`, which was chosen from `view`, or the one with the fewest tokens, if one of
-        them can take the request without a step longer than its SLO. None: neither can, and it waits. An idle rank
-        always can, and a wanted time below a step of the request alone counts as that step."""
+        """Return the decode rank that can take the request with no step longer than its SLO: `rank`, which was chosen
+        from `view`, otherwise the one with the fewest tokens. None: neither can, and it waits. An idle rank always can.
+        An SLO that is shorter than a step with this request alone is taken as the length of that step."""
         ours_s, slo_s, tokens = self._tpot_slo_s, submit.tpot_slo_s or self._tpot_slo_s, submit.prompt_tokens
         if rank is None or not slo_s:
             return rank
@@ -92,8 +92,8 @@ class PrefillRate:
         self._busy_s = 0.0
 
     def observe(self, last: Load, load: Load, elapsed_s: float) -> None:
-        """Learn from the work of one rank between two reports. Where it does not state its busy time, the time with
-        waiting prompts counts."""
+        """Learn from the work of one rank between two reports. Where its reports do not state its busy time, the
+        time in which prompts waited is taken instead."""
         tokens = _computed(last, load)
         if load.busy_us_total:
             busy_s = (load.busy_us_total - last.busy_us_total) / 1e6
@@ -117,8 +117,8 @@ class DecodeStepModel:
         self._plane: tuple[float, ...] | None = None  # from the sums, until they change
 
     def observe(self, last: Load, load: Load, elapsed_s: float) -> None:
-        """Learn from the work of one rank between two reports. Where it does not state its busy time, the time with
-        running requests counts."""
+        """Learn from the work of one rank between two reports. Where its reports do not state its busy time, the
+        time in which requests ran is taken instead."""
         steps = load.step - last.step
         if load.busy_us_total:
             busy_s = (load.busy_us_total - last.busy_us_total) / 1e6
@@ -165,8 +165,8 @@ def _solved(sums: list[list[float]]) -> tuple[float, ...]:
 
 
 def queued_tokens(rank: RankLoad) -> int:
-    """Return the prompt tokens that wait at `rank` or are on their way there: the estimate without what is only
-    held."""
+    """Return the prompt tokens that wait at `rank` or are on their way there: the estimate without tokens that
+    only occupy KV memory."""
     held = 0 if rank.counts_queue_only or rank.load is None else rank.load.kv_tokens
     return max(0, rank.tokens - held)
 

@@ -1,5 +1,5 @@
-"""What is unclear about ranks whose connection was lost: which requests may have died with them, and which may still
-run there. Pure bookkeeping, bounded.
+"""The open questions about ranks whose connection was lost: which requests may have died with them, and which may
+still run there. Pure bookkeeping, bounded.
 
 A lost connection says nothing about the process behind it. A request may have killed its rank: that is known once the
 rank says hello again (with the same epoch it lived on, with another one it was started again), or once a lease has

@@ -1,7 +1,7 @@
 """The one module of a node that imports vLLM, whose Python interface changes between versions.
 
-It runs with 0.32. What is used of 0.24, 0.26 and 0.29 was read in their sources, and is the same. A version where
-something is not where this module looks for it is refused at the start, in one sentence.
+It was run with 0.32. Of 0.24, 0.26 and 0.29 only the sources were read: what is used here is the same in them. A
+version where something is not where this module looks for it is refused at the start, in one sentence.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SEVERAL_PROCESSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The node's choices for an engine: its `ranks`, the name of this start of it, host and first port of its side
-    channel for KV caches, the first port for KV events (0: none wanted), and for how many seconds a KV cache is kept.
-    """
+    """The node's choices for an engine: its `ranks`; `engine_id`, another one for each start; `host` and the first port
+    (`side_port`) of its side channel for KV caches; the first port for KV events (`events_port`, 0: none wanted); and
+    for how many seconds a KV cache is kept (`lease_s`)."""
 
     role: Role
     ranks: int
@@ -53,8 +53,8 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts of a loaded engine, in tokens; `kv_capacity` is that of one of its ranks. `connector` is the name of
-    its KV connector, empty: none."""
+    """The facts of a loaded engine; sizes are in tokens, `max_running` in requests. `kv_capacity` is that of one rank.
+    `connector` is the name of its KV connector, empty: none."""
 
     model: str
     max_context: int
@@ -76,8 +76,8 @@ class Facts:
 
 
 def check_installed(split: bool) -> None:
-    """Raise ConfigError, with the command to run, where vLLM (and, if the role is `split`, NIXL) is missing or too old.
-    It imports neither."""
+    """Raise ConfigError, with the command to run, where vLLM (and NIXL, for a prefill or decode rank: `split`) is
+    missing or too old. It imports neither."""
     for package in ("vllm", "nixl") if split else ("vllm",):
         if find_spec(package) is None:
             raise ConfigError(f"--engine vllm needs the Python package {package!r}; run: {INSTALL}")
@@ -141,8 +141,8 @@ def on_cpu() -> bool:
 
 @as_known()
 def devices(args: Any) -> list[str]:
-    """Return the GPUs whose memory an engine with these arguments measures as it starts, by names that are the same in
-    all processes; empty: none."""
+    """Return the names of the GPUs whose memory an engine with these arguments measures as it starts; a GPU's name is
+    the same in all processes. Empty: none."""
     from vllm.platforms import current_platform
 
     if on_cpu() or args.kv_cache_memory_bytes is not None:
@@ -156,8 +156,9 @@ def devices(args: Any) -> list[str]:
 
 @as_known()
 def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices) -> Any:
-    """Return vLLM's `AsyncEngineArgs` of its own command line (`arguments`) and the node's choices. `path` is the model
-    to load, `name` its name where vLLM's arguments give none. ConfigError in one line for what vLLM does not take."""
+    """Return vLLM's `AsyncEngineArgs`, made of vLLM's command-line `arguments` and the node's `choices`. `path` is the
+    model to load, `name` its name where vLLM's arguments give none. ConfigError in one line for what vLLM does not
+    take."""
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -219,8 +220,8 @@ def coupling(given: Any) -> str:
 
 
 def usage_context() -> Any:
-    """Return the usage context of `vllm serve`: where the user sets none, tokens a step and requests at once depend
-    on it and the device."""
+    """Return the usage context of `vllm serve`: where the user sets no limits, the tokens of a step and the
+    requests at once depend on it and on the device."""
     from vllm.usage.usage_lib import UsageContext
 
     return UsageContext.OPENAI_API_SERVER
@@ -244,8 +245,8 @@ def cpu_environment(cores: Sequence[int], ranks: int) -> dict[str, str]:
 
 
 async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
-    """Return an `AsyncLLM`, loaded; it runs on the calling thread's asyncio loop, which it blocks for minutes.
-    `stepped(rank, kv_usage)` is called on that thread after each step. StartError when it does not start."""
+    """Return an `AsyncLLM`, loaded; it runs on the calling thread's asyncio loop, which is blocked for minutes while it
+    loads. `stepped(rank, kv_usage)` is called on that thread after each step. StartError when it does not start."""
     with as_known():
         usage_context()
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -357,8 +358,9 @@ def _reasoning_parser(client: Any) -> str:
 
 
 def check_of(client: Any) -> Callable[[Any], None]:
-    """Return a function that raises ValueError for `SamplingParams` which an engine as `client` would refuse, such as
-    a schema that is none. Where this vLLM checks in another way, it lets all pass, and the engine itself refuses."""
+    """Return a function that raises ValueError for `SamplingParams` which the engine `client` would refuse, such as
+    those with an invalid schema. Where this vLLM checks in another way, it lets all pass, and the engine itself
+    refuses."""
     config = client.vllm_config
     further = [getattr(config, name, None) for name in ("speculative_config", "structured_outputs_config")]
     given = config.model_config, *further, getattr(client, "tokenizer", None)

@@ -46,7 +46,7 @@ MAX_PROMPT_TOKENS = PAYLOAD_MAX // 4 - 1024  # leaves space for the output so fa
 @dataclass(frozen=True, slots=True)
 class Controllers:
     """The client endpoints of a client's controllers: one for everything, or one for each leg of a pair (both get the
-    same room). `prefill` None: there is one."""
+    same room). `prefill` None: there is one controller, `decode`."""
 
     decode: str
     prefill: str | None
@@ -75,26 +75,27 @@ class Options(TypedDict, total=False):
     """The options of a request, which `generate` takes beside the prompt.
 
     Sampling: `max_tokens` (at least 1; default 128), `temperature` (0, the default: greedy), `top_k` (0: off), `top_p`
-    (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`; and what only ranks that know
-    it get: `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `min_tokens`, `logit_bias` (by token
-    id), `logprobs` (0 to 20: natural logarithms of the model's probability of each output token, and of this many most
-    likely tokens at its place), `prompt_logprobs` (the same of the prompt, of 2,049 tokens at most; unified ranks
-    alone), `bad_words` (token ids that the output must not have in a row, for each word), `allowed_token_ids` (the
-    output has no others), `cache_salt` (KV caches are shared only among requests with the same one), one of
-    `json_schema`, `regex`, `ebnf`, `structural_tag` (in the engine's dialect) and `choice` (texts), and for models that
-    reason `thinking_token_budget`, `reasoning_parser` (its ranks have this one, and grammars begin behind the
-    reasoning), `reasoning_ended` and `reasoning_parser_kwargs` (a JSON object). With penalties of the output, bad words
-    of several tokens, a grammar or a thinking budget, an interrupted output cannot be resumed: the request fails.
-    Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that
-    decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
-    2^63 - 1; default: drawn). Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is
-    wanted within it; 0: the controller's own; used where its queue order is `slo`), `tpot_slo_s` (the same for each
-    further token), `slo_class` (a name for both that the controller knows), `priority` (-1000 to 1000, higher first),
-    `rid` (at most 128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size,
-    for `cache_aware`; default: the ranks' block size where the controller uses hashes; 0: none), `traceparent` and
-    `tracestate` (W3C Trace Context: the parent of the spans that controller and ranks export; default: no spans),
-    `continue_on_disconnect` (run to the end even if this client is gone and the output is not read), `session` (at most
-    256 characters: what the requests of one conversation have in common, for policies).
+    (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`; and these, which go only to
+    ranks that know them: `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `min_tokens`,
+    `logit_bias` (by token id), `logprobs` (0 to 20: the natural log probability of each output token, and those of so
+    many of the most likely tokens at its place), `prompt_logprobs` (the same of the prompt, of 2,049 tokens at most;
+    unified ranks alone), `bad_words` (token ids that the output must not have in a row, for each word),
+    `allowed_token_ids` (the output has no others), `cache_salt` (KV caches are shared only among requests with the same
+    one), at most one of `json_schema`, `regex`, `ebnf`, `structural_tag` (these in the engine's dialect) and `choice`
+    (texts), and for models that reason `thinking_token_budget`, `reasoning_parser` (only ranks with this parser get the
+    request, and a grammar begins behind the reasoning), `reasoning_ended` and `reasoning_parser_kwargs` (a JSON
+    object). With penalties of the output, bad words of several tokens, a grammar or a thinking budget, an interrupted
+    output cannot be resumed: the request fails. Placement: `leg` (default: a pair, or unified where there are no
+    prefill and decode ranks), `instance` and `routed_dp_rank` of the leg that decodes (or of the only leg),
+    `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to 2^63 - 1; default: drawn).
+    Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is wanted within it; 0: the
+    controller's own; used where its queue order is `slo`), `tpot_slo_s` (the same for each further token), `slo_class`
+    (a name, known to the controller, for both limits), `priority` (-1000 to 1000, higher first), `rid` (at most 128
+    characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for `cache_aware`;
+    default: the ranks' block size where the controller uses hashes; 0: none), `traceparent` and `tracestate` (W3C Trace
+    Context: the parent of the spans that controller and ranks export; default: no spans), `continue_on_disconnect` (run
+    to the end even if this client is gone and the output is not read), `session` (at most 256 characters: what the
+    requests of one conversation have in common, for policies).
     """
 
     max_tokens: int
@@ -166,8 +167,8 @@ def check_options(given: Mapping[str, object]) -> None:
 
 
 def choices(n: int, **options: Unpack[Options]) -> list[Options]:
-    """Return the options of `n` requests for `n` answers to one prompt: a copy of `options` for each, with a `seed` and
-    a `rid` of its own where one was chosen. Raises ConfigError for options that several requests cannot share."""
+    """Return the options of `n` requests for `n` answers to one prompt: a copy of `options` for each, each with its own
+    `seed` and `rid` where `options` has these. Raises ConfigError for options that several requests cannot share."""
     check_options(options)
     if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
         raise ConfigError(f"n: 1 to {MAX_CHOICES} answers, not {n!r}")
@@ -363,8 +364,8 @@ def any_rank(status: Status) -> bool:
 
 
 def leg_for(status: Status) -> Legs | None:
-    """Return what the ready ranks can run: `pair` with ranks of both roles, else `unified`. While none are ready, the
-    ranks that have joined decide. None while too few have joined."""
+    """Return what the ready ranks can run: `pair` with ranks of both roles, else `unified`. While no rank is ready,
+    those that have joined decide. Return None while they can run neither."""
     ready = {rank.role for rank in status.ranks if rank.state == "ready"}
     return _leg_of(ready) or _leg_of({rank.role for rank in status.ranks if rank.state != "gone"})
 

@@ -92,8 +92,8 @@ class ModelTexts:
         self._loaded: dict[str, ModelText] = {}
 
     def of(self, model: str) -> ModelText:
-        """Return the text of `model`; the first call loads it, which may take seconds, and others wait for it. Raises
-        ConfigError when there is no tokenizer, or when packages are missing."""
+        """Return the tokenizer and chat template of `model`; the first call loads them, which may take seconds, and
+        others wait for it. Raises ConfigError when there is no tokenizer, or when packages are missing."""
         from pdbus.text.models import text_for
 
         with self._lock:
@@ -103,7 +103,7 @@ class ModelTexts:
             return found
 
     def prompt(self, model: str, text: str, chat: bool, system: str | None) -> tuple[ModelText, list[int]]:
-        """Return the model's text, and the ids of a prompt: with `chat`, a conversation of the `system` message (None:
+        """Return what `of` returns, and the ids of a prompt: with `chat`, a conversation of the `system` message (None:
         none) and the user's `text`; otherwise `text` as it is. Loads and raises as `of` does; ConfigError also without
         a chat template."""
         its = self.of(model)

@@ -65,7 +65,8 @@ class SocketReader:
         self._unseen.add(socket)
 
     def turn_soon(self) -> None:
-        """Have the loop call `flush` and read the sockets in its next turn; several calls are one."""
+        """Have the loop call `flush` and read the sockets in its next turn; further calls before that
+        change nothing."""
         if not self._turning and not self.closed:
             self._turning = True
             self._loop.call_soon(self._turn)

@@ -73,8 +73,8 @@ class Exchange:
         self.rid = self.client_rid = rid
 
     def draw_rid(self) -> str:
-        """Return a fresh id for the cluster that begins with `rid`. Clients may use one id twice (a proxy that retries,
-        a service that passes an id on), and one request must never get the answer of another."""
+        """Return a fresh id for this request inside the cluster; it begins with `rid`. Clients may use one id twice (a
+        proxy that retries, a service that passes an id on), and one request must never get the answer of another."""
         return f"{self.rid[:RID_KEPT]}-{_rng.getrandbits(32):08x}"
 
     def check(self) -> None:
@@ -97,8 +97,8 @@ class Exchange:
         raise invalid(header.decode(), f"{header.decode()}: not a number")
 
     async def body(self) -> bytes:
-        """Wait for the whole body and return it. Raises HttpError: 415 unless it is plain JSON by its headers, 413 when
-        it is too long, 408 when it is too slow, 499 when the client leaves."""
+        """Wait for the whole body and return it. Raises HttpError: 415 unless its headers say that it is JSON without
+        compression, 413 when it is too long, 408 when it is too slow, 499 when the client leaves."""
         kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             raise HttpError(415, "send JSON, with the header Content-Type: application/json", headers=(_CLOSE,))
@@ -138,7 +138,7 @@ class Exchange:
         self.task.cancel()
 
     def watch(self, left: Callable[[], None]) -> None:
-        """Call `left` once if the client disconnects, until `unwatch`. The body must have been read. The task that
+        """Call `left`, once, if the client disconnects before `unwatch`. The body must have been read. The task that
         watches starts WATCH_AFTER_S from now, because most short requests need none."""
 
         async def watch() -> None:
@@ -165,7 +165,7 @@ class Exchange:
         return self.method == "OPTIONS" and bool(self._origin) and b"access-control-request-method" in self.headers
 
     async def allow(self) -> None:
-        """Answer a preflight request: the page may send."""
+        """Answer a preflight request: the page may send its requests here."""
         asked = self.headers.get(b"access-control-request-headers", b"")
         await self._start(204, (*_ALLOWED, *(((b"access-control-allow-headers", asked),) if asked else ())))
         await self._send_body(b"", more=False)
@@ -173,8 +173,8 @@ class Exchange:
     async def answer(
         self, status: int, body: bytes, kind: bytes = b"application/json", headers: Iterable[Header] = ()
     ) -> None:
-        """Send a whole response; `kind` is its content type. Return once the client has not too much unread, as `event`
-        does."""
+        """Send a whole response; `kind` is its content type. Return as soon as little enough of it waits for the client
+        to read, as `event` does."""
         await self._start(status, ((b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers))
         await self._send_body(body, more=False)
 
@@ -187,7 +187,7 @@ class Exchange:
         await self._start(200, _EVENTS)
 
     async def event(self, data: bytes, *, last: bool = False) -> None:
-        """Send bytes of the stream; `last` ends it. Return once the client has not too much unread."""
+        """Send bytes of the stream; `last` ends it. Return as soon as little enough waits for the client to read."""
         await self._send_body(data, more=not last)
 
     def overdue(self, now: float) -> bool:

@@ -30,7 +30,8 @@ class Counts:
         self.registry = registry(self.snapshot)
 
     def token_gap(self, gap_s: float, tokens: int) -> None:
-        """Count `tokens` output tokens that came together, `gap_s` seconds after the ones before: as equal gaps."""
+        """Count output tokens that came together, `gap_s` seconds after those before, as `tokens` gaps of equal
+        length."""
         each = gap_s / tokens
         self.inter_token.buckets[bisect.bisect_left(SECONDS, each)] += tokens
         self.inter_token.total += gap_s

@@ -22,7 +22,7 @@ _KILLED_S = 30.0  # how long SIGKILL may take
 
 class Child:
     """One process of a cluster, started at construction (OSError if that fails). Its stdin is a pipe held open here, so
-    it leaves when this process ends; stderr goes to the log file; stdout has one READY line once it serves."""
+    the child leaves when this process ends; stderr goes to the log file; stdout has one READY line once it serves."""
 
     def __init__(self, spec: PartSpec, log: Path, env: dict[str, str]) -> None:
         self.spec = spec
@@ -151,8 +151,8 @@ class Child:
             return ""
 
     def trim_log(self) -> None:
-        """Move the content of a log beyond its limit to `.1`, and empty it; the part goes on appending to it. A log
-        that cannot be emptied, or does not exist, stays as it is."""
+        """If the log is larger than its limit, move its whole content to `.1` and empty it; the part goes on appending
+        to it. A log that cannot be emptied, or does not exist, stays as it is."""
         with suppress(OSError):
             if self.log.stat().st_size <= LOG_MAX_BYTES:
                 return
@@ -163,8 +163,8 @@ class Child:
             self._log_from = 0
 
     def remove_socket(self) -> None:
-        """Remove the data socket file that a killed node has left; its name is never bound again. The process must have
-        ended."""
+        """Remove the data socket file that a killed node has left: no later start removes it, because each has a name
+        of its own. The process must have ended."""
         assert self.returncode is not None, f"{self.name} lives"
         scheme, _, path = self.facts.get("endpoint", "").partition("://")
         if scheme == "ipc" and is_socket(Path(path)):
@@ -174,7 +174,8 @@ class Child:
 def start(spec: PartSpec, logs: Path, env: dict[str, str], *, again: bool = False) -> Child:
     """Start the part as a child, with its log in the directory `logs`, which is made if it is missing; return without
     waiting for READY. `env` is added to this process's environment. Raises StartError when the part cannot be run or
-    its log cannot be written. With `again` (a restart), it then runs without a log, and `unlogged` has the reason."""
+    its log cannot be written. With `again` (a restart), a log that cannot be written is no error: the part runs
+        without one, and `unlogged` has the reason."""
     log, unlogged = logs / f"{spec.name.replace('/', '.')}.log", ""
     try:
         try:

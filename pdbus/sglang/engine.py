@@ -56,7 +56,7 @@ class Server:
 
     @property
     def why_not(self) -> str:
-        """The reason why the plugin leaves this server to SGLang; empty: it does not."""
+        """The reason why the plugin leaves this server to SGLang; empty: it takes part."""
         if self.elastic:
             return "elastic EP: ranks come and go"
         if self.on_ray:
@@ -116,7 +116,8 @@ def server() -> Server:
 
 
 def left_to_sglang(view: Any) -> bool:
-    """Return true if the settings being resolved belong to a server that is left to SGLang (`Server.why_not`)."""
+    """Return true if `view`, SGLang's settings while it resolves them, belongs to a server that the plugin leaves to
+    SGLang (`Server.why_not`)."""
     return view.max_ep_size is not None or bool(view.use_ray) or bool(view.enable_pd_role_switch)
 
 
@@ -128,8 +129,8 @@ def dp_rank() -> int:
 
 
 def speaks(scheduler: Any) -> bool:
-    """Return true if this process represents its rank (which may have several): the one that gets requests from the DP
-    controller and publishes load."""
+    """Return true if this process speaks for its rank. A rank may have several processes; this is the one that gets
+    requests from the DP controller and publishes load."""
     return scheduler.load_snapshot_writer is not None
 
 
@@ -141,8 +142,8 @@ def page_size(controller: Any) -> int:
 
 
 def kv_events(controller: Any, instance: str, here: Server) -> EngineSettings | None:
-    """Return where the ranks publish changes of their prefix caches (--kv-events-config); None if they do not, not over
-    tcp, or on several machines."""
+    """Return where the ranks publish changes of their prefix caches (--kv-events-config); None if they publish nothing,
+    or not over tcp, or run on several machines."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.disaggregation.kv_events import KVEventsConfig
 

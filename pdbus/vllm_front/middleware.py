@@ -53,14 +53,16 @@ class StatusOfFirstEvent:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return false for a traceback of vLLM's about a request that the bus failed: one layer of it cannot read the event
-    that another made of the failure. The client gets the failure, and the log has a line of it."""
+    """Return false for a traceback of vLLM's about a request that failed on the bus: one layer of vLLM cannot read the
+    event that another layer made of the failure. The client gets the failure all the same, and the log has a line of
+    it."""
     asked = ASKED.get()
     return not record.exc_info or asked is None or asked.failure is None
 
 
 class Answer:
-    """One answer on its way out. Of a stream of `api` everything waits until the request has begun or failed."""
+    """One answer on its way out. All messages of an answer that is a stream of `api` wait until the request
+    has begun or failed; without an `api` none waits."""
 
     def __init__(self, asked: Asked, api: Api | None, send: Send, hint_s: Callable[[], float]) -> None:
         self.begun = False  # its application has begun it
@@ -74,7 +76,7 @@ class Answer:
         self._events = 0
 
     async def send(self, message: Message) -> None:
-        """Pass a message of the application on, now or later; drop it after `fail`."""
+        """Pass on a message of the application, now or later; drop it after `fail`."""
         if self._over:
             return
         if message["type"] == "http.response.start":

@@ -86,7 +86,7 @@ def test_tokens_equal_those_of_one_engine_alone_and_decode_computes_no_prompt(
 
 def test_a_grammar_that_is_none_is_refused_before_anything_is_computed(cluster: Cluster, client: Client) -> None:
     computed = figure(cluster, PREFILL, "vllm:prompt_tokens_total")
-    with pytest.raises(RequestFailed, match="(?i)regex") as failed:
+    with pytest.raises(RequestFailed, match=r"(?i)regex") as failed:
         client.generate_tokens(list(range(100, 164)), max_tokens=4, regex="(").tokens()
     assert failed.value.code == "bad_request"
     assert figure(cluster, PREFILL, "vllm:prompt_tokens_total") == computed

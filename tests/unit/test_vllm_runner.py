@@ -419,9 +419,7 @@ def test_a_parameter_that_vllm_refuses_is_the_callers_mistake(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("given", [{"json_schema": "{"}, {}])
-def test_prefill_computes_nothing_for_a_request_that_decode_would_refuse(
-    tmp_path: Path, given: dict[str, Any]
-) -> None:
+def test_prefill_computes_nothing_for_a_request_that_decode_would_refuse(tmp_path: Path, given: dict[str, Any]) -> None:
     def check(sampling: dict[str, Any]) -> None:
         raise ValueError(f"no schema: {sampling['structured_outputs']['json']}")
 

@@ -55,13 +55,13 @@ class EngineConfig:
             raise ConfigError(f"the sim vocabulary must have more than its 3 special tokens, not {self.vocab_size}")
 
     def blocks(self, default_kv_tokens: int) -> int:
-        """Return the number of KV blocks of the rank; `default_kv_tokens` counts where `kv_tokens` is 0."""
+        """Return the number of KV blocks of the rank; `default_kv_tokens` is taken where `kv_tokens` is 0."""
         return (self.kv_tokens or default_kv_tokens) // self.block_tokens
 
 
 def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
     """Make what ranks need once on a machine before they load `model` (a converted copy of its weights); return at once
-    where it exists. Errors as in `build_engine`, but before torch is imported."""
+    if that exists. Raises what `build_engine` raises, and does so before torch is imported."""
     if engine == "sim":
         return
     check_installed(f"the {engine} engine", *(("torch",) if engine == "torch" else ()), "numpy", "safetensors")
@@ -75,8 +75,8 @@ def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
 
 
 def load_llama(engine: str, model: str, progress: Progress = no_progress) -> tuple[Any, type[LlamaEngine]]:
-    """Return the model, loaded for the calling thread, and the class of engines that run it; `engine` is torch or
-    numpy. It blocks for seconds. Errors as in `build_engine`."""
+    """Load the model on the calling thread, and return it and the class of engines that run it; `engine`
+    is torch or numpy. It blocks for seconds. Errors as in `build_engine`."""
     prepare(engine, model, progress)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # several ranks share a machine's cores
     with needed_by(f"the {engine} engine"):
