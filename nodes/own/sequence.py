@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import MutableSequence
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -41,7 +42,7 @@ class Sequence:
     imported: bool = False
     hold: bool = False
     offset: int = 0
-    hashes: list[int] | None = None
+    hashes: MutableSequence[int] | None = None
     leg: Leg | None = None
 
     # the scheduler's

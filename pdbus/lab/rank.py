@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from bus.wire.messages import Ack, Load, MemberKey
-from nodes.own.blocks import BlockPool, KvEvent
+from nodes.own.blocks import KvEvent
 from nodes.own.engines.base import StepResult
 from nodes.own.engines.timing import SimTiming
 from nodes.own.sequence import Sequence
 from pdbus.lab.clock import VirtualLoop
+from pdbus.lab.pool import RunPool
 from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 
 
@@ -45,7 +46,7 @@ class VirtualRank:
         kv_events: bool = False,
     ) -> None:
         self.key = key
-        self.pool = BlockPool(blocks, block_tokens, record_events=kv_events)
+        self.pool = RunPool(blocks, block_tokens, record_events=kv_events)
         self.scheduler = LabScheduler(self.pool, max_running=max_running, chunk_tokens=chunk_tokens)
         self.steps_taken: list[Callable[[], None]] = []  # called after each computed step (not within decode runs)
         self.changed: list[Callable[[], None]] = []  # called after each change of `state`

@@ -1,5 +1,5 @@
-"""The nodes' scheduler (it plans the steps of one rank) with one shortcut: it does runs of pure decode steps at once.
-Owns only the shortcut.
+"""The nodes' scheduler (it plans the steps of one rank) with two shortcuts: it does runs of pure decode steps at once,
+and names the blocks of a prompt by runs (`pdbus.lab.pool`). Owns only the shortcuts.
 
 While only decoding sequences run and none finishes, steps differ only in their context, so `skip` does any number of
 them exactly as `plan` and `complete` would one by one (a test checks that the two are equal).
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from nodes.own.engines.timing import SimTiming
 from nodes.own.scheduler import Scheduler
 from nodes.own.sequence import Phase, Sequence
+from pdbus.lab.pool import RunPool
 
 NO_TOKEN = 0  # the lab's outputs are counted, not read
 
@@ -52,6 +53,7 @@ class DecodeRun:
 class LabScheduler(Scheduler):
     """The nodes' `Scheduler` with runs of decode steps."""
 
+    pool: RunPool
     first_apart = False  # an imported sequence's first decode step is not part of a run: its end is an event
 
     def decode_run(self, timing: SimTiming, now: float) -> DecodeRun | None:
@@ -88,7 +90,10 @@ class LabScheduler(Scheduler):
                 if sequence.hashes and len(sequence.hashes) > sequence.committed:
                     self._commit(sequence)
 
-    @staticmethod
-    def _tokens(sequence: Sequence, start: int, count: int) -> list[int]:
-        """Return no tokens: prompts are ranges here, and a block's content is its hash."""
-        return []
+    def _commit(self, sequence: Sequence) -> None:
+        """Name the blocks that became full, as far as their hashes are known: prompts are ranges here."""
+        assert sequence.hashes is not None
+        full = min(sequence.computed // self.pool.block_tokens, len(sequence.hashes))
+        if full > sequence.committed:
+            self.pool.name(sequence.table, sequence.hashes, sequence.committed, full)
+            sequence.committed = full

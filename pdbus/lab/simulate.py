@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bus.errors import ConfigError
-from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Ended, Role, Sent, Submit
 from controller.policies.registry import find
 from controller.requests.order import ArrivalOrder, SloOrder
@@ -29,6 +28,7 @@ from pdbus.lab.choosers import LATE, build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.links import Links
+from pdbus.lab.pool import packed
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.reports import Listener, Reports
 from pdbus.lab.traces import Trace, TraceRequest
@@ -204,7 +204,8 @@ class _Run:
         self.rooms = rooms_of(trace, config)
         self.is_unified = unified_of(trace, config)
         keeps_outputs = config.outputs_cached and (config.unified_ranks or config.decode_cache)
-        self.kept_hashes = trace.kept_hashes() if keeps_outputs else [request.hashes for request in trace.requests]
+        self.hashes = [array("Q", request.hashes) for request in trace.requests]  # one copies and compares them in C
+        self.kept_hashes = [array("Q", each) for each in trace.kept_hashes()] if keeps_outputs else self.hashes
         self.links = Links(self.loop, config.link_s_per_token) if config.link_s_per_token else None
         size = trace.block_tokens
         self.prefill = _Truth(
@@ -319,7 +320,7 @@ class _Run:
         if self.is_unified[number]:
             rank, charge = self.unified_choosers[owner].pick(submit, now)
             course.unified_rank = rank
-            course.regret_tokens = self._regret(self.unified, rank, request)
+            course.regret_tokens = self._regret(self.unified, rank, number)
             self.unified.depart(rank, request.prompt_tokens)
             if self.sharing:
                 self._share_soon(self.unified_choosers, owner)
@@ -328,7 +329,7 @@ class _Run:
         rank, charge = self.choosers[owner].pick(submit, now)
         decode_charge = 0
         course.prefill_rank = rank
-        course.regret_tokens = self._regret(self.prefill, rank, request)
+        course.regret_tokens = self._regret(self.prefill, rank, number)
         self.prefill.depart(rank, request.prompt_tokens)
         if self.decode_choosers:
             course.decode_rank, decode_charge = self.decode_choosers[owner].pick(submit, now)
@@ -348,7 +349,7 @@ class _Run:
             max_tokens=max(1, request.output_tokens),
             bootstrap_room=self.rooms[number],
             block_tokens=self.trace.block_tokens if request.hashes else 0,
-            block_hashes=pack_hashes(request.hashes),
+            block_hashes=packed(self.hashes[number]),
         )
 
     def _arrive(self, number: int, charge: int, decode_charge: int) -> None:
@@ -358,18 +359,18 @@ class _Run:
         if course.decode_rank >= 0:
             self.decode.arrive(course.decode_rank, tokens)
             count = max(1, request.output_tokens) + self.config.first_at_decode  # prefill's token is dropped
-            hashes = list(self.kept_hashes[number]) if self.config.decode_cache else []
+            hashes = self.kept_hashes[number] if self.config.decode_cache else array("Q")
             leg = Sequence(number, range(tokens), count, imported=True, hashes=hashes)
             self.decode.ranks[course.decode_rank].ingest(leg, epoch, decode_charge)
         self.prefill.arrive(course.prefill_rank, tokens)
-        leg = Sequence(number, range(tokens), 1, hold=True, hashes=list(request.hashes))
+        leg = Sequence(number, range(tokens), 1, hold=True, hashes=self.hashes[number])
         self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, charge)
 
     def _arrive_unified(self, number: int, charge: int) -> None:
         course = self.courses[number]
         request, tokens = course.request, course.request.prompt_tokens
         self.unified.arrive(course.unified_rank, tokens)
-        leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=list(self.kept_hashes[number]))
+        leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=self.kept_hashes[number])
         self.unified.ranks[course.unified_rank].ingest(leg, self.owner[number] + 1, charge)
 
     def _unified_first(self, sequence: Sequence) -> None:
@@ -471,10 +472,11 @@ class _Run:
         self.courses[number].finished_s = at_s
         self.loop.call_at(at_s, self.arrivals.ended, number, at_s)
 
-    def _regret(self, truth: _Truth, chosen: int, request: TraceRequest) -> int:
+    def _regret(self, truth: _Truth, chosen: int, number: int) -> int:
         """Return the tokens that the chosen rank must compute before this request's first token, minus those at the
         best rank of its role."""
-        hashes = request.hashes[: (request.prompt_tokens - 1) // self.trace.block_tokens]
+        request = self.courses[number].request
+        hashes = self.hashes[number][: (request.prompt_tokens - 1) // self.trace.block_tokens]
         costs = [truth.queued_tokens(rank) - truth.cached_tokens(rank, hashes) for rank in range(len(truth.ranks))]
         return costs[chosen] - min(costs)
 

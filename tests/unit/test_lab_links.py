@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from bus.errors import ConfigError
-from nodes.own.blocks import BlockPool
 from nodes.own.engines.timing import SimTiming
 from nodes.own.sequence import Sequence
 from pdbus.lab.choosers import METHODS
@@ -17,6 +16,7 @@ from pdbus.lab.config import LabConfig
 from pdbus.lab.links import Links
 from pdbus.lab.live import LiveEngine, run_live
 from pdbus.lab.metrics import summarise
+from pdbus.lab.pool import RunPool
 from pdbus.lab.scheduler import LabScheduler
 from pdbus.lab.sessions import generate_sessions
 from pdbus.lab.simulate import RequestOutcome, simulate
@@ -177,12 +177,12 @@ def test_a_decode_rank_fetches_only_what_it_lacks() -> None:
 
 
 def test_a_prompt_that_is_partly_there_is_held_once() -> None:
-    scheduler = LabScheduler(BlockPool(8, 16), max_running=4, chunk_tokens=64)
+    scheduler = LabScheduler(RunPool(8, 16), max_running=4, chunk_tokens=64)
     for number in (1, 2):
         scheduler.add(Sequence(number, range(40), 2, imported=True, hashes=[7, 8]))
         assert [each.id for each in scheduler.take_admitted()] == [number]
         scheduler.start(number, 0)
-        scheduler.validate()
+        scheduler.pool.validate()
         assert scheduler.sequence(number).computed == 40
     assert scheduler.sequence(2).cached_tokens == 32
 
