@@ -54,15 +54,17 @@ class SessionShape:
     limit_tokens: int = 200_000  # a session ends before a turn whose prompt would reach it
 
 
-def generate_sessions(sessions: int, *, seed: int = 1, shape: SessionShape | None = None) -> Trace:
-    """Return that many sessions, without starts of their own (`Trace.timed` is false). The same arguments give the same
-    trace; `shape` None is `SessionShape()`."""
+def generate_sessions(
+    sessions: int, *, seed: int = 1, shape: SessionShape | None = None, block_tokens: int = BLOCK_TOKENS
+) -> Trace:
+    """Return that many sessions, without starts of their own (`Trace.timed` is false), with a hash for each
+    `block_tokens` tokens. The same arguments give the same trace; `shape` None is `SessionShape()`."""
     shape = shape or SessionShape()
     rng = random.Random(f"sessions {seed}")
     next_id = iter(range(1, 1 << 62)).__next__
-    shared = [next_id() for _ in range(shape.shared_tokens // BLOCK_TOKENS)]
+    shared = [next_id() for _ in range(shape.shared_tokens // block_tokens)]
     weights = list(accumulate((number + 1) ** -shape.zipf for number in range(shape.groups)))
-    common = (shape.shared_tokens + shape.group_tokens) // BLOCK_TOKENS  # blocks of what a group shares
+    common = (shape.shared_tokens + shape.group_tokens) // block_tokens  # blocks of what a group shares
     groups = [shared + [next_id() for _ in range(common - len(shared))] for _ in range(shape.groups)]
     requests: list[TraceRequest] = []
     for session in range(sessions):
@@ -71,7 +73,7 @@ def generate_sessions(sessions: int, *, seed: int = 1, shape: SessionShape | Non
         at_s = think_s = 0.0
         after: tuple[int, ...] = ()
         while tokens < shape.limit_tokens:
-            blocks += [next_id() for _ in range(tokens // BLOCK_TOKENS - len(blocks))]
+            blocks += [next_id() for _ in range(tokens // block_tokens - len(blocks))]
             output = shape.output.count(rng)
             requests.append(TraceRequest(at_s, tokens, output, tuple(blocks), session, after, think_s))
             after = (len(requests) - 1,)
@@ -81,4 +83,4 @@ def generate_sessions(sessions: int, *, seed: int = 1, shape: SessionShape | Non
             rise = 1 + (shape.end_rise - 1) * tokens / shape.limit_tokens
             if rng.random() < shape.end_probability * rise:
                 break
-    return checked(f"sessions-{seed}", requests, BLOCK_TOKENS, timed=False)
+    return checked(f"sessions-{seed}", requests, block_tokens, timed=False)
