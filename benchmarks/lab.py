@@ -40,7 +40,7 @@ def run(scope: Scope) -> list[Row]:
 
 
 def _measured(scope: Scope, name: str, **arguments: Any) -> list[float]:
-    return [in_child(f"lab:{name}", **arguments)["figure"] for _ in range(min(3, scope.runs))]
+    return [in_child(f"lab:{name}", 600.0, **arguments)["figure"] for _ in range(min(3, scope.runs))]
 
 
 def trace_of(kind: str, requests: int) -> tuple[Trace, LabConfig]:

@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": ("pdbus.commands.demo", "demo", "Run real prompts through two prefill and two decode ranks."),
     "replay": ("pdbus.commands.replay", "replay", "Replay traces in virtual time and compare methods."),
     "plan": ("pdbus.commands.plan", "plan", "Find the split, methods and order that keep most SLOs of a trace."),
+    "anchors": ("pdbus.commands.anchors", "command", "Print figures that others published, ours beside each."),
     "calibrate": ("pdbus.commands.calibrate", "calibrate", "Measure an engine, for replay and plan."),
     "keys": ("pdbus.commands.keys", "keys", "Make the keys that encrypt tcp connections."),
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.errors import ConfigError
+from pdbus.lab.anchors import Row
 from pdbus.lab.compare import Result
 from pdbus.lab.metrics import estimate
 from pdbus.lab.plan import Plan
@@ -288,6 +289,40 @@ def write_plan(plan: Plan, path: Path, title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     left.set_ylim(0, 102)
     figure.suptitle(f"Requests that keep both SLOs\n{title}", fontsize=9, x=0.01, ha="left")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    pyplot.close(figure)
+
+
+def write_anchors(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw the file `path`: for each anchor with a figure of ours, the published ratio, the band that agrees with it,
+    and ours. Raises ConfigError as `prepare` does, or when it cannot be written."""
+    prepare(path.parent)
+    from matplotlib import pyplot
+
+    shown = [row for row in rows if row.ours is not None]
+    figure, axes = pyplot.subplots(figsize=(11, 1.8 + 0.34 * len(shown)), layout="constrained")
+    for place, row in enumerate(shown):
+        assert row.ours is not None
+        mean, half = row.ours.mean, 0.0 if math.isnan(row.ours.half_width) else row.ours.half_width
+        if row.anchor.band is not None:
+            low, high = row.anchor.band
+            axes.plot([max(low, 0.1), high], [place, place], color="#DDDDDD", linewidth=9, solid_capstyle="butt")
+            axes.plot(row.anchor.theirs, [place] * len(row.anchor.theirs), "|", color="#332288", markersize=12)
+        color = {"yes": "#117733", "no": "#CC6677"}.get(row.agrees, "#888888")
+        ends = [[min(half, 0.9 * mean)], [half]]
+        axes.errorbar(mean, place, xerr=ends, fmt="o", markersize=5, capsize=3, color=color)
+    axes.axvline(1.0, color="grey", linewidth=1, linestyle="--")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_yticks(range(len(shown)), [f"{row.anchor.name}: {row.anchor.case}" for row in shown], fontsize=7)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.3)
+    what = "Ratios: published (bar), what agrees with it (grey), and ours (dot: green inside, red outside)"
+    figure.suptitle(f"{what}\n{title}", fontsize=9, x=0.01, ha="left")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
