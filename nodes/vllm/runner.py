@@ -197,7 +197,7 @@ class VllmRunner(ThreadedRunner):
         options = {**self._options, "priority": -leg.priority} if self._prioritised else self._options
         if leg.params.needs:
             check_ids(leg.params, self.facts.vocab_size)
-            options = {**options, **reasoning(leg)}
+            options = {**options, **reasoning(leg, self.facts.params)}
             if leg.role == "prefill":  # what decode would refuse is not worth computing
                 self._check(self._sampling(**decoding(leg)))
         params = self._sampling(**arguments(leg, handle))

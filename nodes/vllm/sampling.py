@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from msgspec import DecodeError, json
@@ -67,15 +68,18 @@ def decoding(leg: Leg) -> dict[str, Any]:
     return found
 
 
-def reasoning(leg: Leg) -> dict[str, Any]:
+def reasoning(leg: Leg, known: Collection[str]) -> dict[str, Any]:
     """Return the arguments of `generate` that say where a model's reasoning is; Refusal for kwargs that are no JSON
-    object. A resumed leg has none: its reasoning may have ended in the output so far."""
+    object. A resumed leg has none: its reasoning may have ended in the output so far. Where the caller names no parser,
+    and `known`, the rank's parameters, says that it has one, a grammar is for the whole output."""
     params = leg.params
     if leg.role == "prefill" or leg.offset:
         return {}
     found: dict[str, Any] = {}
     if params.reasoning_ended is not None:
         found["reasoning_ended"] = params.reasoning_ended
+    elif not params.reasoning_parser and "reasoning_ended" in known and not GRAMMARS.keys().isdisjoint(params.needs):
+        found["reasoning_ended"] = True
     if params.reasoning_parser_kwargs:
         try:
             found["reasoning_parser_kwargs"] = json.decode(params.reasoning_parser_kwargs, type=dict[str, Any])

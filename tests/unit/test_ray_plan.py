@@ -85,6 +85,7 @@ def test_the_extra_is_what_a_user_is_told_to_install() -> None:
     [
         (("--gpus", "0,1,2,3"), "--gpus: with --ray, Ray gives out GPUs: --prefill-resources GPU=1"),
         (("--decode-resources", "GPU"), "--decode-resources 'GPU': give amounts above 0"),
+        (("--front", "vllm", "--http", "8000"), "--front vllm: with --ray there is the light edge; start `pdbus serve"),
         ((), f"--ray needs the Python package 'ray'; run: pip install {RAY}"),
     ],
 )

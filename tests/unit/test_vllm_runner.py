@@ -349,6 +349,19 @@ def test_a_salt_and_the_reasoning_go_beside_the_parameters(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
+def test_a_grammar_of_a_caller_without_a_parser_is_for_the_whole_output(tmp_path: Path) -> None:
+    """Or an engine with a parser would wait for the end of a reasoning."""
+
+    async def scenario() -> None:
+        for parser, told in (("", {"reasoning_ended": True}), ("qwen3", {})):
+            node = Node("unified", tmp_path)
+            node.start(params=Params(json_schema="{}", reasoning_parser=parser))
+            await node.until(Finished)
+            assert node.client.asked[0][1] == told
+
+    asyncio.run(scenario())
+
+
 def test_log_probabilities_of_the_prompt_are_its_tokens_own(tmp_path: Path) -> None:
     async def scenario() -> None:
         node = Node("unified", tmp_path)
