@@ -73,11 +73,16 @@ class Answer:
         self._held: list[Message] = []
         self._sent = False  # its head is out
         self._over = False  # this layer has ended it
-        self._events = 0
+        self._events = 0  # so far; in a Responses stream they are numbered
 
     async def send(self, message: Message) -> None:
         """Pass on a message of the application, now or later; drop it after `fail`."""
         if self._over:
+            return
+        if self._sent and self._asked.failure is None:  # nothing waits any more: this is each event's way
+            if self._api == "responses":
+                self._events += message["body"].count(b"\n\n")
+            await self._send(message)
             return
         if message["type"] == "http.response.start":
             self.begun = True
