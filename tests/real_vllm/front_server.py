@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -37,11 +38,12 @@ def plugin_path(folder: Path) -> str:
 
 
 class Front:
-    """One server; it is healthy on entry."""
+    """One server; it is healthy on entry. `trust` is the certificate of one that speaks TLS."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path, **env: str) -> None:
+    def __init__(self, command: Sequence[str], port: int, log: Path, *, trust: Path | None = None, **env: str) -> None:
         self.port = port
         self.log = log
+        self._trust = None if trust is None else ssl.create_default_context(cafile=str(trust))
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *command],
@@ -86,8 +88,13 @@ class Front:
         except psutil.NoSuchProcess:
             return []
 
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._trust is None:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=120, context=self._trust)
+
     def get(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = self._connection()
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -107,7 +114,7 @@ class Front:
         self, path: str, body: dict[str, Any], **headers: str
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """An answer whose head has come."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = self._connection()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **named})
         return connection, connection.getresponse()
@@ -134,3 +141,18 @@ def front(controller: str, log: Path, *options: str, arguments: Sequence[str] = 
     port = free_ports("127.0.0.1", 1)
     command = ["pdbus", "serve", "--front", "vllm", "--model", "smollm2", "--http", str(port), *options]
     return Front([*command, "--controller", controller, "--", *arguments], port, log)
+
+
+def unmodified(model: Path, folder: Path, *arguments: str, **env: str) -> Front:
+    """`vllm serve` by vLLM's own command, with pdbus installed beside it."""
+    port = free_ports("127.0.0.1", 1)
+    command = ["vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port), *arguments]
+    return Front(command, port, folder / "vllm-serve.log", PYTHONPATH=plugin_path(folder / "plugin"), **env)
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1 and its key; return their files."""
+    made, key = folder / "cert.pem", folder / "key.pem"
+    line = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {made} -days 1 -subj /CN=localhost"
+    subprocess.run([*line.split(), "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    return made, key

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from front_server import Front, events, plugin_path
+from front_server import Front, events, unmodified
 from part_process import PartProcess
 from real_engines import until
 from scripted import Answer, Gate, Script, Scripted, rank
 from scripted_model import END, ids_of, model_folder
 
 from bus.runtime.keys import add_key, give_key, new_keys, revoke_key
-from bus.runtime.ports import free_ports
 from nodes.link.leg import Leg
 
 pytestmark = pytest.mark.timeout(600)
@@ -99,13 +98,11 @@ def world(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Wor
 
 @pytest.fixture(scope="module")
 def served(world: World, model: Path) -> Iterator[Front]:
-    port = free_ports("127.0.0.1", 1)
     environ = {
         "PDBUS_VLLM_CONTROLLER": world.controller, "PDBUS_VLLM_KEYS": str(world.folder / "front"),
-        "PDBUS_VLLM_KEY_NAME": "front", "PYTHONPATH": plugin_path(world.folder / "plugin"),
+        "PDBUS_VLLM_KEY_NAME": "front",
     }  # fmt: skip
-    command = ["vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "scripted"]
-    with Front([*command, "--port", str(port)], port, world.folder / "front.log", **environ) as made:
+    with unmodified(model, world.folder, "--served-model-name", "scripted", **environ) as made:
         yield made
 
 

@@ -1,8 +1,9 @@
-"""Parts of a cluster are killed at random while streamed tool calls run through vLLM's own server in front of it: each
-call is whole."""
+"""Parts of a cluster are killed at random while streamed tool calls run through two of vLLM's own servers in front of
+it, one of which speaks TLS: each call is whole."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -12,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
-from front_server import Front, events
+from front_server import TOOLS, Front, certificate, events, unmodified
 from part_process import PartProcess
 from scripted import Answer, Script
 from scripted_model import END, ids_of, model_folder
@@ -55,9 +57,13 @@ class Part:
         self.process.close()
 
 
+Parts = tuple[dict[str, Part], tuple[Front, Front]]
+
+
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Part], Front]]:
-    """Two prefill and two decode ranks whose answers are written down, and vLLM's server in front of them."""
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    """Two prefill and two decode ranks whose answers are written down, and in front of them vLLM's server over TLS and
+    an unmodified `vllm serve`."""
     folder, model = tmp_path_factory.mktemp("kills"), model_folder(tmp_path_factory.mktemp("model"))
     ids, (end, size) = ids_of(model)
     answers = tuple(Answer(ids(f"Weather in {city}"), ids(call_of(city) + END)) for city in CITIES)
@@ -79,11 +85,13 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, 
         for name, line in lines.items():
             made[name] = Part(line, folder / f"{name}.log", path)
             stack.callback(made[name].close)
-        port = free_ports("127.0.0.1", 1)
-        front = ["pdbus", "serve", "--front", "vllm", "--model", str(model), "--http", str(port)]
-        tools = ("--served-model-name", "scripted", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-        line = [*front, "--controller", controller, "--", *tools]
-        yield made, stack.enter_context(Front(line, port, folder / "front.log"))
+        port, (cert, key) = free_ports("127.0.0.1", 1), certificate(folder)
+        arguments = ("--served-model-name", "scripted", *TOOLS)
+        line = ["pdbus", "serve", "--front", "vllm", "--model", str(model), "--http", str(port)]
+        line += ["--controller", controller, "--", *arguments, "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
+        over_tls = stack.enter_context(Front(line, port, folder / "front.log", trust=cert))
+        plain = unmodified(model, folder, *arguments, PDBUS_VLLM_CONTROLLER=controller)
+        yield made, (over_tls, stack.enter_context(plain))
 
 
 def call_of(city: str) -> str:
@@ -119,8 +127,20 @@ def called(served: Front, city: str, refused: Counter[int]) -> tuple[str, Any, s
             connection.close()
 
 
-def test_calls_are_whole_whichever_part_is_killed(parts: tuple[dict[str, Part], Front]) -> None:
-    processes, served = parts
+def test_tls_is_that_of_vllms_arguments(parts: Parts) -> None:
+    _, (served, _) = parts
+    assert called(served, "Rome", Counter()) == ("weather", {"city": "Rome", "unit": "celsius"}, "tool_calls")
+    assert f"READY endpoint=https://127.0.0.1:{served.port}\n" in served.log.read_text()
+    plain = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    plain.request("GET", "/health")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        plain.getresponse()
+    plain.close()
+
+
+def test_calls_are_whole_whichever_part_is_killed(parts: Parts) -> None:
+    """The calls go to both servers by turns."""
+    processes, servers = parts
     rng, killed, refused = random.Random(1), Counter[str](), Counter[int]()
     over = threading.Event()
 
@@ -137,7 +157,8 @@ def test_calls_are_whole_whichever_part_is_killed(parts: tuple[dict[str, Part], 
         killing = killers.submit(kill)
         try:
             cities = [CITIES[number % len(CITIES)] for number in range(CALLS)]
-            found = list(callers.map(lambda city: called(served, city, refused), cities))
+            asked = zip(cycle(servers), cities, strict=False)
+            found = list(callers.map(lambda pair: called(*pair, refused), asked))
         finally:
             over.set()
         killing.result()

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from front_server import ENV, TOOLS, Front, events, front, plugin_path
+from front_server import ENV, TOOLS, Front, events, front, plugin_path, unmodified
 from real_engines import until
 
-from bus.runtime.ports import free_ports
 from nodes.vllm.smollm2 import hugging_face
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.text.models import text_for
@@ -224,10 +223,8 @@ def test_after_sigterm_the_running_requests_finish(cluster: Cluster, served: Fro
 
 def test_an_unmodified_vllm_serve_is_a_front_by_its_plugin(cluster: Cluster, tmp_path: Path) -> None:
     """One parent runs two API servers, and no engine core."""
-    model, port = str(hugging_face()), free_ports("127.0.0.1", 1)
-    command = ["vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "smollm2", "--port", str(port)]
-    environ = {"PDBUS_VLLM_CONTROLLER": cluster.controller, "PYTHONPATH": plugin_path(tmp_path / "plugin")}
-    with Front([*command, "--api-server-count", "2", *TOOLS], port, tmp_path / "log", **environ) as served:
+    arguments = ("--served-model-name", "smollm2", "--api-server-count", "2", *TOOLS)
+    with unmodified(hugging_face(), tmp_path, *arguments, PDBUS_VLLM_CONTROLLER=cluster.controller) as served:
         for _ in range(4):  # either of the two may answer
             status, answer, _ = served.post(CHAT, GREEDY | QUESTION)
             assert (status, said(answer)) == (200, "The capital of France is Paris.")
