@@ -40,7 +40,7 @@ def plugin_path(folder: Path) -> str:
 class Front:
     """One server; it is healthy on entry. `trust` is the certificate of one that speaks TLS."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path, *, trust: Path | None = None, **env: str) -> None:
+    def __init__(self, command: Sequence[str], port: int, log: Path, trust: Path | None = None, /, **env: str) -> None:
         self.port = port
         self.log = log
         self._trust = None if trust is None else ssl.create_default_context(cafile=str(trust))

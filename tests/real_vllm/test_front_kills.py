@@ -89,7 +89,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         arguments = ("--served-model-name", "scripted", *TOOLS)
         line = ["pdbus", "serve", "--front", "vllm", "--model", str(model), "--http", str(port)]
         line += ["--controller", controller, "--", *arguments, "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
-        over_tls = stack.enter_context(Front(line, port, folder / "front.log", trust=cert))
+        over_tls = stack.enter_context(Front(line, port, folder / "front.log", cert))
         plain = unmodified(model, folder, *arguments, PDBUS_VLLM_CONTROLLER=controller)
         yield made, (over_tls, stack.enter_context(plain))
 
@@ -157,8 +157,7 @@ def test_calls_are_whole_whichever_part_is_killed(parts: Parts) -> None:
         killing = killers.submit(kill)
         try:
             cities = [CITIES[number % len(CITIES)] for number in range(CALLS)]
-            asked = zip(cycle(servers), cities, strict=False)
-            found = list(callers.map(lambda pair: called(*pair, refused), asked))
+            found = list(callers.map(lambda served, city: called(served, city, refused), cycle(servers), cities))
         finally:
             over.set()
         killing.result()
