@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -47,6 +48,11 @@ def sim_probe(timing: SimTiming, faults: Faults | None = None) -> Probe:
     return Probe(runner, time.clock, time.fire)
 
 
+@cache
+def measured(timing: SimTiming) -> Sequence[Point]:
+    return tuple(measure(sim_probe(timing), CHUNK, 2048, rounds=1))
+
+
 @pytest.mark.parametrize(
     "timing",
     [
@@ -58,7 +64,7 @@ def sim_probe(timing: SimTiming, faults: Faults | None = None) -> Probe:
     ],
 )
 def test_the_parameters_of_the_sim_engine_are_found(timing: SimTiming) -> None:
-    points = measure(sim_probe(timing), CHUNK, 2048, rounds=1)
+    points = measured(timing)
     found = fit(points)
     for name in ("base_s", "per_prefill_token_s", "per_decode_row_s", "per_context_token_s", "batched_s"):
         assert getattr(found, name) == pytest.approx(getattr(timing, name), rel=1e-6, abs=1e-12), name
@@ -67,7 +73,7 @@ def test_the_parameters_of_the_sim_engine_are_found(timing: SimTiming) -> None:
 
 def test_what_is_asked_covers_chunks_batches_and_contexts() -> None:
     """Else a term would be a guess."""
-    points = measure(sim_probe(SimTiming()), CHUNK, 2048, rounds=1)
+    points = measured(SimTiming())
     assert {point.steps for point in points if not point.decode_rows} >= {1, 2, 8}
     rows = {point.decode_rows // point.steps for point in points if point.decode_rows}
     assert rows == {1, 2, 4, 8, 16, 32, 64}
@@ -76,7 +82,7 @@ def test_what_is_asked_covers_chunks_batches_and_contexts() -> None:
 
 def test_noise_of_some_percent_moves_no_parameter_by_much_more() -> None:
     rng = Random(1)
-    points = measure(sim_probe(SimTiming()), CHUNK, 2048, rounds=1)
+    points = measured(SimTiming())
     noisy = [replace(point, seconds=point.seconds * rng.gauss(1, 0.03)) for point in points]
     found = fit(noisy)
     assert found.base_s == pytest.approx(7e-3, rel=0.1)
