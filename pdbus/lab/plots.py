@@ -18,6 +18,7 @@ from pdbus.lab.metrics import estimate
 from pdbus.lab.plan import Plan
 from pdbus.lab.tables import COLUMNS, by_method, estimate_of, merit, written
 
+DPI = 120
 MAX_COLUMNS = 400
 FEW_TOKENS = 1_000  # shown as empty
 POINTS = 300  # of a curve
@@ -71,11 +72,7 @@ def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[
     for name, draw in draws.items():
         paths.append(directory / f"{name}.png")
         figure = draw(pyplot, _best_first(results), textwrap.fill(title, 115))
-        try:
-            figure.savefig(paths[-1], dpi=120)
-        except OSError as error:
-            raise ConfigError(f"cannot write {paths[-1]}: {error.strerror}") from None
-        pyplot.close(figure)
+        _save(pyplot, figure, paths[-1])
     return paths
 
 
@@ -289,8 +286,15 @@ def write_plan(plan: Plan, path: Path, title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     left.set_ylim(0, 102)
     figure.suptitle(f"Requests that keep both SLOs\n{title}", fontsize=9, x=0.01, ha="left")
+    _save(pyplot, figure, path)
+
+
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
+    """Write the figure to the file `path`, and close it. It is drawn once: `savefig` would draw it twice, because its
+    layout is automatic."""
+    figure.set_dpi(DPI)
     try:
-        figure.savefig(path, dpi=120)
+        figure.canvas.print_png(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     pyplot.close(figure)
