@@ -20,17 +20,19 @@ from pathlib import Path
 SOCKET = "asked"
 REQUEST_BYTES = 1 << 18
 STANDS_FOR = f'''#!{sys.executable} -IS
-import os, signal, socket, sys
-asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+import _signal, _socket, os, sys  # in place of signal and socket, whose imports would take as long as all else
+asked = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 asked.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "{SOCKET}"))
-name = os.path.basename(__file__)
-socket.send_fds(asked, [repr((name, sys.argv[1:], os.getcwd(), dict(os.environ))).encode()], [0, 1, 2])
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    if signal.getsignal(number) is not signal.SIG_IGN:
-        signal.signal(number, lambda number, _: asked.send(bytes([number])))
+said = repr((os.path.basename(__file__), sys.argv[1:], os.getcwd(), dict(os.environ))).encode()
+streams = b"".join(stream.to_bytes(4, sys.byteorder) for stream in range(3))
+asked.sendmsg([said], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)])
+for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+    number = getattr(_signal, name)
+    if _signal.getsignal(number) != _signal.SIG_IGN:
+        _signal.signal(number, lambda number, _: asked.send(bytes([number])))
 code = int(asked.recv(64) or 127)
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    _signal.signal(-code, _signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 '''
