@@ -47,19 +47,25 @@ BESIDE = {
     str(folder) for folder in (ROOT, ROOT / "tests", ROOT / "tests" / "support", ROOT / "examples")
 }  # on PYTHONPATH they hide nothing that is imported
 PLOTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
-WANTED = {  # imported for commands with one of these words
+WANTED = {  # imported for commands with one of these words, or variables
     "benchmarks": (*PLOTS, "benchmarks.__main__", "benchmarks.parts", "requests", "aiohttp"),
     str(ROOT / "benchmarks" / "child.py"): tuple(
         f"benchmarks.{name}" for name in ("busy", "peers_parts", "edge_parts", "client", "node")
     ),
-    "replay": PLOTS,
+    "--out": PLOTS,
     "pytest": ("pytest",),
     "simulation.run": ("simulation.small", "simulation.tight", "simulation.story", "multiprocessing.pool"),
     "torch": ("torch", "nodes.own.engines.torch_engine"),
-}
+    "OTEL_EXPORTER_OTLP_ENDPOINT": (
+        "opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk.trace.sampling",
+    ),
+}  # fmt: skip
 STARTERS = ("up", "demo", "soak", "benchmarks", "replay", "plan", "calibrate", "pytest")  # that start processes
-# Variables that an interpreter or a library reads once begin so; those of OpenTelemetry no server imports.
-AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OPENBLAS_", "OMP_", "MKL_", "TZ", "MPL")
+# Variables that an interpreter or a library reads once begin so. Others of OpenTelemetry are read as it is used.
+AT_START = (
+    "PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OPENBLAS_", "OMP_", "MKL_", "TZ", "MPL", "OTEL_PYTHON_",
+    "OTEL_PROPAGATORS", "OTEL_SPAN_", "OTEL_ATTRIBUTE_", "OTEL_EVENT_", "OTEL_LINK_",
+)  # fmt: skip
 SEED = "PYTHONHASHSEED"  # commands with another one than ours have a server that started with it
 LIMITS = sorted(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
@@ -138,7 +144,7 @@ class Starts:
             "cores": list(os.sched_getaffinity(0)),
         }
         streams = (p2cread, c2pwrite, errwrite)
-        more = sorted({name for word in WANTED.keys() & set(request["line"]) for name in WANTED[word]})
+        more = sorted({name for word in WANTED.keys() & {*request["line"], *environ} for name in WANTED[word]})
         pid = self._ask(request, [i if fd == -1 else fd for i, fd in enumerate(streams)], more, seed)
         if not pid:
             return False
