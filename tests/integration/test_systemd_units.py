@@ -100,16 +100,18 @@ class Machine:
         return PartProcess([*shlex.split(line), *more], self.place / f"{name}.log", env)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
+    """One for all tests: none changes what the page's lines have made."""
     with tempfile.TemporaryDirectory(prefix="pd") as place:
-        yield Machine(Path(place))
+        machine = Machine(Path(place))
+        machine.set_up()
+        yield machine
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze (Debian package systemd)")
-def test_systemd_understands_them_and_calls_them_safe(machine: Machine) -> None:
-    machine.set_up()
-    units = machine.place / "units"
+def test_systemd_understands_them_and_calls_them_safe(machine: Machine, tmp_path: Path) -> None:
+    units = shutil.copytree(machine.place / "units", tmp_path / "units")
     for path in units.glob("*.service"):
         path.write_text(path.read_text().replace("/opt/pdbus/bin", str(Path(sys.executable).parent)))
     env = os.environ | {"SYSTEMD_UNIT_PATH": f"{units}:"}
@@ -123,7 +125,6 @@ def test_systemd_understands_them_and_calls_them_safe(machine: Machine) -> None:
 
 
 def test_what_is_not_started_again_is_what_the_exit_codes_say(machine: Machine) -> None:
-    machine.set_up()
     for name in (*UNITS, *MORE):
         unit = machine.unit(name)
         assert unit["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
@@ -134,13 +135,11 @@ def test_what_is_not_started_again_is_what_the_exit_codes_say(machine: Machine) 
 
 
 def test_nodes_alone_may_pin_memory_for_rdma(machine: Machine) -> None:
-    machine.set_up()
     for name in (*UNITS, *MORE):
         assert machine.unit(name)["LimitMEMLOCK"] == (["infinity"] if re.search("prefill|decode", name) else []), name
 
 
 def test_their_command_lines_serve_with_keys_and_leave_with_0(machine: Machine) -> None:
-    machine.set_up()
     running: list[PartProcess] = []
     try:
         for name in (*UNITS, *MORE):
