@@ -18,7 +18,7 @@ from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-BREATH_S = 0.01  # without it a core would be busy with nothing but these
+BREATH_S = 0.03  # without it a core would be busy with nothing but these
 NODES = ("prefill/0", "prefill/1", "decode/0", "decode/1")
 
 
