@@ -126,8 +126,12 @@ class Process:
             self._turn_in(self.paused_until)
             return
         self._turn_at = float("inf")
-        with self.world.runs(self):
+        world = self.world
+        before, world.running = world.running, self  # `World.runs`, without what a context manager costs a turn
+        try:
             self.loop.turn()
+        finally:
+            world.running = before
         self._plan()
 
     def _plan(self) -> None:
