@@ -4,6 +4,7 @@ by the length of its prompt."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness import Row, Scope, in_child, row
@@ -16,8 +17,8 @@ from pdbus.lab.traces import Trace
 METHODS = ("round_robin", "cache_aware")
 BLOCK_TOKENS = 64  # WEKA's
 OPEN = LabConfig()
-SESSIONS = LabConfig(concurrency=64, decode_kv_tokens=CACHE_TOKENS)
-WEKA = LabConfig(ranks=4, decode_ranks=4, concurrency=16, decode_kv_tokens=CACHE_TOKENS)
+SESSIONS = LabConfig(decode_kv_tokens=CACHE_TOKENS)
+WEKA = LabConfig(ranks=4, decode_ranks=4, decode_kv_tokens=CACHE_TOKENS)
 SHORT, LONG = 20_000, 160_000  # tokens of a session's first prompt
 
 
@@ -50,12 +51,15 @@ def trace_of(kind: str, requests: int) -> tuple[Trace, LabConfig]:
     if kind == "open loop":
         return generate(requests / 3.4), OPEN
     if kind == "sessions":
-        return generate_sessions(requests // 10 or 2), SESSIONS
+        sessions = requests // 10
+        return generate_sessions(sessions), replace(SESSIONS, concurrency=min(64, sessions // 2))
     shape = SessionShape(
         shared_tokens=20_000, group_tokens=0, own=Draw(60_000, 50_000, 120_000), turn=Draw(1_000, 719),
         output=Draw(300, 228), end_probability=0.01,
     )  # fmt: skip
-    return generate_sessions(requests // 50 or 2, shape=shape, block_tokens=BLOCK_TOKENS), WEKA
+    sessions = requests // 50
+    trace = generate_sessions(sessions, shape=shape, block_tokens=BLOCK_TOKENS)
+    return trace, replace(WEKA, concurrency=min(16, sessions // 2))
 
 
 def measure(kind: str, method: str, requests: int) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def measure_turns(method: str, tokens: int, turns: int) -> dict[str, Any]:
         end_probability=0.0, limit_tokens=tokens + 30_000,
     )  # fmt: skip
     trace = generate_sessions(max(2, turns // 30), shape=shape, block_tokens=BLOCK_TOKENS)
-    config = LabConfig(ranks=2, decode_ranks=2, concurrency=4, decode_kv_tokens=CACHE_TOKENS)
+    config = LabConfig(ranks=2, decode_ranks=2, concurrency=2, decode_kv_tokens=CACHE_TOKENS)
     began = time.process_time()
     simulate(trace, method, config)
     return {"figure": (time.process_time() - began) / len(trace) * 1e6}

@@ -163,7 +163,7 @@ def _sglang() -> list[Anchor]:
 
 def _lmetric() -> list[Anchor]:
     source = "LMetric: arXiv 2603.15202, abstract (against vLLM-v1's balancer)"
-    config = replace(EIGHT, concurrency=256)
+    config = replace(EIGHT, concurrency=128)
     over, under = Side("generated", "vllm_counts", config), Side("generated", LMETRIC, config)
     why = WHY["lmetric"]
     return [

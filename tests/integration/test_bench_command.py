@@ -25,7 +25,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["report", "e2e", "client", "edge"])
+@pytest.mark.parametrize("name", ["report", "e2e", "client", "edge", "lab"])
 def test_json_table_and_plot(name: str, tmp_path: Path) -> None:
     done = bench(name, "--quick", "--json", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
