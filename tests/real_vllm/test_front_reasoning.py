@@ -19,7 +19,7 @@ from pdbus.launcher import Cluster, ClusterSpec
 pytestmark = pytest.mark.timeout(900)
 
 CHAT = "/v1/chat/completions"
-PARSER = ("--reasoning-parser", "deepseek_r1")
+NAME, PARSER = ("--served-model-name", "smollm2"), ("--reasoning-parser", "deepseek_r1")
 MARKS = {"<jupyter_script>": "<think>", "<empty_output>": "</think>"}  # ids that SmolLM2 has and chats do not use
 BUDGET = 6  # tokens of reasoning, which vLLM then ends; by itself the model says ten and an end
 SCHEMA = {
@@ -54,19 +54,30 @@ def thinking_model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    model, logs = str(thinking_model(tmp_path_factory.mktemp("model"))), tmp_path_factory.mktemp("logs")
-    name = ("--served-model-name", "smollm2")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(thinking_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def cluster(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     spec = ClusterSpec(
-        unified=1, engine="vllm", model=model, start_timeout_s=WAIT_S, engine_args=(*ENGINE, *name, *PARSER), env=ENV,
-        log_dir=str(logs),
+        unified=1, engine="vllm", model=model, start_timeout_s=WAIT_S, engine_args=(*ENGINE, *NAME, *PARSER), env=ENV,
+        log_dir=str(tmp_path_factory.mktemp("logs")),
     )  # fmt: skip
+    with Cluster(spec) as made:
+        yield made
+
+
+def front(cluster: Cluster, model: str, log: Path, *parser: str) -> Front:
     port = free_ports("127.0.0.1", 1)
-    command = ["pdbus", "serve", "--front", "vllm", "--model", model, "--http", str(port)]
-    with Cluster(spec) as cluster:
-        line = [*command, "--controller", cluster.controller, "--", *name, *PARSER]
-        with Front(line, port, logs / "front.log") as made:
-            yield made
+    line = ["pdbus", "serve", "--front", "vllm", "--model", model, "--http", str(port)]
+    return Front([*line, "--controller", cluster.controller, "--", *NAME, *parser], port, log)
+
+
+@pytest.fixture(scope="module")
+def served(cluster: Cluster, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    with front(cluster, model, tmp_path_factory.mktemp("front") / "log", *PARSER) as made:
+        yield made
 
 
 def test_a_grammar_binds_once_the_reasoning_has_ended(served: Front) -> None:
@@ -88,3 +99,35 @@ def test_a_grammar_binds_at_once_where_the_prompt_has_ended_the_reasoning(served
     (choice,) = answer["choices"]
     text = (choice["message"]["reasoning"] or "") + (choice["message"]["content"] or "")
     assert json.loads(text)["city"] in ("Paris", "Rome")
+
+
+def test_its_stream_is_the_whole_answer(served: Front) -> None:
+    _, answer, _ = served.post(CHAT, BODY)
+    (choice,) = answer["choices"]
+    deltas = [each["choices"][0]["delta"] for each in served.stream(CHAT, BODY) if each["choices"]]
+    for part in ("reasoning", "content"):
+        assert "".join(delta.get(part) or "" for delta in deltas) == choice["message"][part]
+    kinds = [part for delta in deltas for part in ("reasoning", "content") if delta.get(part)]
+    assert kinds == sorted(kinds, reverse=True), "the reasoning comes first"
+    assert kinds.count("reasoning") > 1
+
+
+def test_a_server_with_another_parser_is_refused_by_name(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    """Ranks say theirs in hello. What needs no parser is served."""
+    with front(cluster, model, tmp_path / "log", "--reasoning-parser", "qwen3") as other:
+        for stream in (False, True):
+            status, answer, _ = other.post(CHAT, BODY | {"stream": stream})
+            assert status == 400, answer
+            assert "parser:qwen3" in answer["error"]["message"]
+        free = {name: BODY[name] for name in ("model", "temperature", "max_tokens", "messages")}
+        assert other.post(CHAT, free)[0] == 200
+
+
+def test_a_grammar_of_a_server_without_a_parser_is_for_the_whole_answer(
+    cluster: Cluster, model: str, tmp_path: Path
+) -> None:
+    with front(cluster, model, tmp_path / "log") as other:
+        body = {name: value for name, value in BODY.items() if name != "thinking_token_budget"}
+        status, answer, _ = other.post(CHAT, body)
+        assert status == 200, answer
+        assert json.loads(answer["choices"][0]["message"]["content"])["city"] in ("Paris", "Rome")
