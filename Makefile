@@ -301,6 +301,8 @@ test-simulation: setup ## Four CPU minutes of simulated clusters (always the sam
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --small" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --tight" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --crowded" JOBS=2 CPU_S=20
+	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --tries" JOBS=2 CPU_S=10
+	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --pairs" JOBS=2 CPU_S=10
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.hunt --known
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.play --each 4
 

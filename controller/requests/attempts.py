@@ -206,6 +206,17 @@ class Attempts:
         newest = self._end_orphans(request, out)
         request.attempt = max(request.attempt, min(newest + 1, MAX_ATTEMPT))
 
+    def fence_late(self, rank: Rank, rid: Rid, out: list[Action]) -> None:
+        """End what `rank` still runs of a live request that was placed elsewhere before the rank said hello: an older
+        attempt, or the same one. The KV cache of the same attempt stays: what was taken over may fetch it."""
+        request = self._table.requests.get(rid)
+        if request is None or not request.tries:
+            return
+        newest = request.attempt - (rank.load.info.role == "prefill")
+        for leg in self._table.orphans.overtaken(rank, rid, request.client, newest):
+            room = request.submit.bootstrap_room
+            out.append(ToNode(rank.peer, CancelLeg(rid, leg.attempt, "fenced", client=request.client, room=room)))
+
     def _end_orphans(self, request: Request, out: list[Action], but_at: Sequence[RankLoad] = ()) -> Attempt:
         """End what runs of the request, except at these ranks, unless it is another key's. Return the newest
         attempt."""

@@ -106,11 +106,13 @@ class Losses:
 
     def returned(self, rank: Rank, running: Iterable[tuple[Rid, Attempt]], now: float, out: list[Action]) -> None:
         """Note that a start of a rank said hello, so it has not died; cancel what it runs and was given up. What it
-        runs for a former controller can be adopted from now on."""
+        runs for a former controller can be adopted from now on, or ends, if the request was placed elsewhere by now."""
         self.unclear.settle(rank)
         for rid, attempt, room in self.unclear.given_up(running):
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced", room=room)))
         self._table.orphans.register(rank, now)
+        for rid, _ in running:
+            self._attempts.fence_late(rank, rid, out)
 
     def forget(self, rank: Rank) -> None:
         """Forget what a lost rank ran for a former controller: it cannot be adopted any more."""

@@ -270,6 +270,18 @@ class OrphanedLegs:
             self._held[rid] = others
         return [leg for leg in held if leg not in others]
 
+    def overtaken(self, rank: Rank, rid: Rid, client: str, attempt: Attempt) -> list[HeldLeg]:
+        """Return what `rank` runs under `rid` in `attempt` or an older one and may be this client's, and forget it."""
+        held = self._held.get(rid, [])
+        legs = [leg for leg in held if leg.rank is rank and leg.attempt <= attempt and leg.client in (None, client)]
+        if legs:
+            left = [leg for leg in held if leg not in legs]
+            if left:
+                self._held[rid] = left
+            else:
+                del self._held[rid]
+        return legs
+
     def forget(self, rank: Rank) -> None:
         """Forget what the rank ran: it is lost, or was not asked for."""
         until, running = self._of_rank.pop(rank, (0.0, ()))

@@ -47,6 +47,8 @@ BACKOFF_MAX_S = 2.0
 MAX_AVOID = 16  # the protocol's limit: ranks to avoid
 USED_S = 60.0  # a rid used again this soon after its end continues its attempts, so that late messages are older
 MAX_USED = 16_384
+UNTAKEN_S = 10.0  # a goodbye that a queue does not take is sent again for so long; ranks end unread legs by then
+MAX_UNTAKEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ class ClientCore:
         self._by_key: dict[SubmitKey, Request] = {}  # each request by the keys of its submits
         self._used: dict[str, tuple[int, float]] = {}  # rids that ended lately: the last attempt, and when
         self._silent: dict[MemberKey, float] = {}  # ranks whose streams fell silent, and until when they are avoided
+        # goodbyes that their queues did not take, by peer and rid, and until when they are sent again; those sent again
+        self._untaken: dict[tuple[str, str], tuple[Send, float]] = {}
+        self._sent_again: dict[tuple[str, str], float] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -134,10 +139,38 @@ class ClientCore:
         request = self._requests.get(rid)
         return self._end(request, "cancelled", now, "cancelled", "cancelled by the caller") if request else []
 
+    def untaken(self, send: Send, now: float) -> None:
+        """Note that the queue of its peer did not take a message. A goodbye (`Detach`, `Cancel`) is sent again with the
+        next tick, for UNTAKEN_S; what else matters is repeated anyway."""
+        message = send.message
+        if isinstance(message, (Detach, Cancel)):
+            key = send.peer, message.rid
+            until = self._sent_again.pop(key, now + UNTAKEN_S)
+            if now < until and len(self._untaken) < MAX_UNTAKEN:
+                self._untaken[key] = send, until
+
     def tick(self, now: float) -> list[Action]:
-        """Check deadlines, silent streams, missing answers and waits before a retry. Call it several times a second
-        while there are requests."""
-        return [action for request in list(self._requests.values()) for action in self._tick(request, now)]
+        """Check deadlines, silent streams, missing answers and waits before a retry, and send goodbyes again that no
+        queue took. Call it several times a second."""
+        actions: list[Action] = self._send_again() if self._untaken or self._sent_again else []
+        for request in list(self._requests.values()):
+            actions += self._tick(request, now)
+        return actions
+
+    def _send_again(self) -> list[Action]:
+        """Return the goodbyes that no queue took, but for requests that are at that peer once more by now."""
+        untaken, self._untaken, self._sent_again = self._untaken, {}, {}
+        actions: list[Action] = []
+        for key, (send, until) in untaken.items():
+            peer, rid = key
+            reads, asks = self._requests.get(rid), self._by_key.get(key)
+            if reads is not None and reads.endpoint == peer:
+                continue
+            if asks is not None and asks.state is not State.BACKOFF:
+                continue
+            self._sent_again[key] = until
+            actions.append(send)
+        return actions
 
     # --- inside: of one request ---------------------------------------------------------------------------------
 

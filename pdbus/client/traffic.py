@@ -124,8 +124,7 @@ class Traffic:
         now = self._clock()
         if self.dropped or self._unread:
             self._end_unread()
-        if len(self._core):
-            self._do(self._core.tick(now))
+        self._do(self._core.tick(now))
         self._do(self._questions.tick(now))
         if now >= self._look_at:
             self._look_at = now + LOOK_S
@@ -210,7 +209,8 @@ class Traffic:
         except zmq.Again:
             kind = type(action.message).__name__
             rid = getattr(action.message, "rid", None)
-            log.debug("message.unsent", peer=action.peer, message=kind, rid=rid)  # the core repeats it if it matters
+            log.debug("message.unsent", peer=action.peer, message=kind, rid=rid)
+            self._core.untaken(action, self._clock())  # it repeats what matters
         except (ConfigError, StartError) as error:
             # A controller may name any endpoint as a rank's. To the core such a peer is silent.
             log.warning("rank.unreachable", peer=action.peer, error=str(error))

@@ -1,4 +1,4 @@
-"""`make simulate-mutations`: looks for trials, in small, tight and crowded worlds, that break under each mutation.
+"""`make simulate-mutations`: looks for trials, in small worlds of each kind, that break under each mutation.
 
     python -m simulation.hunt                       # all: where they were found last, then seed after seed, until each
                                                     # is found or has cost --cpu-s
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--all-cpu-s", type=float, default=float("inf"), help="for all of them together")
     parser.add_argument("--from", dest="first", type=int, default=1)
     parser.add_argument(
-        "--how", choices=("small", "tight", "crowded"), help="in these worlds; else in two kinds in turn"
+        "--how", choices=("small", "tight", "crowded", "tries"), help="in these worlds; else in three kinds in turn"
     )
     parser.add_argument("--known", action="store_true", help="at the seeds where they were found, and nowhere else")
     parser.add_argument("--state", type=Path, help="of a hunt that goes on where it was")
@@ -99,7 +99,7 @@ def main() -> None:
     while not options.known and (wanted := hunt.left(options.cpu_s)) and _cpu_s() < options.all_cpu_s:
         seed = max(options.first, hunt.next)
         hunt.next = seed + 1
-        if broke := hunt.trial(seed, switch, wanted, options.how or ("tight", "crowded")[seed % 2]):
+        if broke := hunt.trial(seed, switch, wanted, options.how or ("tight", "crowded", "tries")[seed % 3]):
             broken.append(f"seed {seed}: {broke}")
             print(f"UNMUTATED {broken[-1][:400]}", flush=True)
     looked_for = [each for each in mutations if not each.unseen and (each.seed >= 0 or not options.known)]

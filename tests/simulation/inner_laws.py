@@ -101,7 +101,10 @@ def _requests(world: World, controller: ControllerProcess) -> None:
             continue
         for each in held:
             pulse = core.health.liveness.get(each.rank.key)
-            if pulse is None or pulse.epoch != each.rank.epoch or pulse.hello_at >= live.legs[0].began:
+            if pulse is None or pulse.epoch != each.rank.epoch:
+                continue
+            newest = live.attempt - (each.rank.load.info.role == "prefill")  # whose KV cache may be fetched
+            if pulse.hello_at >= live.legs[0].began and each.attempt > newest:
                 continue
             if live.tries <= 1 or _runs(world, each.rank, rid, each.attempt):  # a later try asks for none
                 raise Broken("what still runs is taken over, or ends", f"{controller.name}: {rid} at {each}", rid)

@@ -1,7 +1,7 @@
 """`make simulate SEEDS=0:200`: trials by seed, their rate, and of each break a minimized schedule and its story.
 
-A campaign keeps its state in a file (`--state`) and goes on where it was: seeds, hours, what befell, and which pairs of
-faults met in one trial.
+A campaign keeps its state in a file (`--state`) and goes on where it was: seeds, hours, what befell, which transitions
+the cores made, and which pairs of faults met in one trial (`--tables`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,32 @@ from typing import Any, Literal, TypeAlias
 
 from simulation.broken import Broken
 from simulation.crowded import draw_crowded
+from simulation.pairs import draw_pairs
 from simulation.small import draw_small
 from simulation.spec import FAULTS, Spec, draw
 from simulation.story import told
 from simulation.tight import draw_tight
+from simulation.transitions import MAY_BE, SEP, Transition, line_of, never, watched
+from simulation.tries import draw_tries
 from simulation.world import World
 
-How: TypeAlias = Literal["", "plain", "guests", "small", "tight", "crowded"]
-DRAWS: dict[str, Callable[[int], Spec]] = {"small": draw_small, "tight": draw_tight, "crowded": draw_crowded}
+How: TypeAlias = Literal["", "plain", "guests", "small", "tight", "crowded", "tries", "pairs", "mixed"]
+MIXED: tuple[How, ...] = ("tight", "crowded", "tries", "pairs", "small", "guests", "")
+DRAWS: dict[str, Callable[[int], Spec]] = {
+    "small": draw_small,
+    "tight": draw_tight,
+    "crowded": draw_crowded,
+    "tries": draw_tries,
+    "pairs": draw_pairs,
+}
 MEET_S = 5.0  # two faults have met when one began so soon after the other
 TRIES = 150  # of smaller schedules, to minimize one
 
 
 def spec_for(seed: int, how: How = "") -> Spec:
     """Return the trial of `seed` in a world of this kind."""
+    if how == "mixed":
+        how = MIXED[seed % len(MIXED)]
     if how in DRAWS:
         return DRAWS[how](seed)
     return draw(seed, how != "plain", how == "guests")
@@ -98,12 +110,13 @@ def minimized(spec: Spec, name: str) -> Spec:
 def _one(how: How, seed: int) -> dict[str, Any]:
     began = time.process_time()
     spec = spec_for(seed, how)
-    world, error = trial(spec)
+    with watched() as met:
+        world, error = trial(spec)
     pairs = {tuple(sorted((a.kind, b.kind))) for a, b in combinations(spec.faults, 2) if abs(a.at_s - b.at_s) < MEET_S}
     return {
         "seed": seed, "simulated_s": world.now, "cpu_s": time.process_time() - began, "counts": dict(world.counts),
-        "pairs": [list(pair) for pair in pairs], "broke": "" if error is None else name_of(error),
-        "what": "" if error is None else str(error)[:500],
+        "pairs": [list(pair) for pair in pairs], "transitions": {SEP.join(each): n for each, n in met.items()},
+        "broke": "" if error is None else name_of(error), "what": "" if error is None else str(error)[:500],
     }  # fmt: skip
 
 
@@ -137,8 +150,12 @@ def main() -> None:
         ("small", "small worlds, where faults meet often"),
         ("tight", "small worlds whose faults meet a request at a moment of its life"),
         ("crowded", "small worlds of full ranks and long requests, whose processes lose several others at once"),
+        ("tries", "small worlds in which what is tried again fails again, or is forgotten"),
+        ("pairs", "small worlds in which two kinds of faults meet, each seed the next pair of all"),
+        ("mixed", "all but the plain ones in turn"),
     ):
         kinds.add_argument(f"--{kind}", dest="how", action="store_const", const=kind, default="", help=what)
+    parser.add_argument("--tables", action="store_true", help="list transitions and pairs of faults, met and never met")
     parser.add_argument("--story", action="store_true", help="tell what happened, break or not")
     options = parser.parse_args()
     state = _State(options.state)
@@ -153,6 +170,8 @@ def main() -> None:
         if state.tally["cpu_s"] > options.cpu_s:
             break
     print(state.summary())
+    if options.tables:
+        print("\n".join(state.tables()))
     for broken in state.tally["broken"][:3]:
         if len(left) == 1 or not options.state:
             _tell(spec_for(broken["seed"], how), broken["broke"])
@@ -177,10 +196,10 @@ class _State:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self.tally: dict[str, Any] = {"done": 0, "next": 0, "simulated_s": 0.0, "cpu_s": 0.0, "counts": {}, "pairs": {},
-                                      "broken": []}  # fmt: skip
+                                      "transitions": {}, "broken": []}  # fmt: skip
         self._ahead: set[int] = set()
         if path is not None and path.exists():
-            self.tally = json.loads(path.read_text())
+            self.tally |= json.loads(path.read_text())
 
     def has(self, seed: int) -> bool:
         return seed < self.tally["next"]
@@ -190,7 +209,8 @@ class _State:
         tally["done"] += 1
         for name in ("simulated_s", "cpu_s"):
             tally[name] += done[name]
-        tally["counts"] = dict(Counter(tally["counts"]) + Counter(done["counts"]))
+        for name in ("counts", "transitions"):
+            tally[name] = dict(Counter(tally[name]) + Counter(done[name]))
         for pair in done["pairs"]:
             tally["pairs"]["+".join(pair)] = tally["pairs"].get("+".join(pair), 0) + 1
         if done["broke"]:
@@ -207,12 +227,33 @@ class _State:
         tally = self.tally
         rate = tally["simulated_s"] / max(tally["cpu_s"], 1e-9)
         counts = ", ".join(f"{name} {count}" for name, count in sorted(tally["counts"].items()))
-        never = [f"{a}+{b}" for a, b in combinations(FAULTS, 2) if "+".join(sorted((a, b))) not in tally["pairs"]]
-        met = f"{len(tally['pairs'])} pairs of faults met" + (f", never: {', '.join(never)}" if never else "")
+        missed = self._pairs_missed()
+        met = f"{len(tally['pairs'])} pairs of faults met" + (f", never: {', '.join(missed)}" if missed else "")
+        holes = len(never(self._transitions()))
         return (
             f"{tally['done']} trials, {tally['simulated_s']:.0f} simulated s in {tally['cpu_s']:.0f} CPU s "
-            f"({rate:.0f} a second), {len(tally['broken'])} broken\n{counts}\n{met}"
+            f"({rate:.0f} a second), {len(tally['broken'])} broken\n{counts}\n{met}\n"
+            f"{len(MAY_BE) - holes} of {len(MAY_BE)} transitions met"
         )
+
+    def tables(self) -> Iterator[str]:
+        """Return the lines of both tables."""
+        transitions = self._transitions()
+        for each, count in sorted(transitions.items()):
+            yield f"{count:9} {line_of(each)}"
+        for each in never(transitions):
+            yield f"    never {line_of(each)}"
+        for pair, count in sorted(self.tally["pairs"].items()):
+            yield f"{count:9} {pair}"
+        for pair in self._pairs_missed():
+            yield f"    never {pair}"
+
+    def _transitions(self) -> dict[Transition, int]:
+        return {tuple(each.split(SEP)): count for each, count in self.tally["transitions"].items()}  # type: ignore[misc]
+
+    def _pairs_missed(self) -> list[str]:
+        pairs = self.tally["pairs"]
+        return [f"{a}+{b}" for a, b in combinations(FAULTS, 2) if "+".join(sorted((a, b))) not in pairs]
 
 
 if __name__ == "__main__":

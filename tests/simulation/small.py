@@ -112,19 +112,20 @@ def _faults(spec: Spec, rng: random.Random) -> tuple[Fault, ...]:
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3))):
         at_s = rng.uniform(0.6, spec.busy_s)
         for _ in range(rng.choice((1, 1, 2, 3, 5))):
-            fault = _fault(spec, round(at_s, 6), rng.choice(kinds), victims, roles, rng)
+            fault = draw_fault(spec, round(at_s, 6), rng.choice(kinds), victims, roles, rng)
             if fault is not None:
                 faults.append(fault)
             at_s += rng.expovariate(rng.choice((0.5, 2.0, 10.0)))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-def _fault(
+def draw_fault(
     spec: Spec, at_s: float, kind: Kind, victims: list[str], roles: dict[str, str], rng: random.Random
 ) -> Fault | None:
-    """None: nobody whom it may befall."""
+    """Return a fault of this kind, at one of `victims` if it may befall one of these. `roles`: of all processes, by
+    name. None: nobody whom it may befall."""
     of = dict.fromkeys(("drain", "hang", "fail_steps", "twice", "damage", "drop"), "node")
-    of |= {"leave": "controller", "crash": "node controller broker client"}
+    of |= {"leave": "controller", "crash": "node controller broker client", "revoke": "node client"}
     may = [name for name, role in roles.items() if role in of.get(kind, role)]
     who = rng.choice([name for name in victims if name in may] or may)
     for_s = round(rng.choice((0.3, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.7, 1.3), 6)

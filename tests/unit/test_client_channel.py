@@ -7,7 +7,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -167,6 +167,37 @@ def test_what_is_said_waits_for_the_end_of_a_turn_and_a_detach_for_what_comes_ne
         traffic.tick()
         traffic.flush()
         assert (sent[3:], asked[2:]) == (["Detach"], [1.01])
+        traffic.leave()
+
+
+def test_a_goodbye_that_met_a_full_queue_leaves_with_the_next_tick(base: str) -> None:
+    """Though no request is live any more."""
+    sent: list[Message] = []
+    full = False
+
+    def send(socket: Socket, frames: Sequence[bytes]) -> None:
+        if full:
+            raise zmq.Again
+        sent.append(decode(frames[0], SAID))
+
+    with Sockets() as sockets:
+        traffic = Traffic(
+            [AT.decode], Patience(), random.Random(1), sockets, lambda: 1.0, lambda *_: None, lambda *_: None, send
+        )
+        request = make_request([5], {"max_tokens": 1}, AT, random.Random(2), leg="unified")
+        traffic.begin(request, lambda update: None)
+        where = Location("d", 0, 1, f"{base}.node")
+        traffic._received(AT.decode, [encode(Accepted(request.rid, 1, None, None, where))])
+        traffic.flush()
+        assert [type(message) for message in sent] == [Submit, Attach]
+        full = True
+        traffic.cancel(request.rid)
+        traffic.flush()
+        full = False
+        for _ in range(2):
+            traffic.tick()
+            traffic.flush()
+        assert [type(message) for message in sent[2:]] == [Detach, Cancel]
         traffic.leave()
 
 

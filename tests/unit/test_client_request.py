@@ -25,7 +25,7 @@ from bus.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
-from pdbus.client.core import AVOID_S, SILENCE_S, USED_S, VERDICT_S, ClientCore, Patience
+from pdbus.client.core import AVOID_S, SILENCE_S, UNTAKEN_S, USED_S, VERDICT_S, ClientCore, Patience
 from pdbus.client.options import Controllers, Options, make_request
 from pdbus.client.output import Deliver, Ended, Result
 from pdbus.client.request import NEXT, SUBMIT_NEXT, Event, State
@@ -75,6 +75,11 @@ class Driver:
             self.now += 0.05
             out += self.take(self.core.tick(self.now))
         return out
+
+    def untaken(self, sends: Sequence[Send]) -> None:
+        """Say that the queues did not take these."""
+        for send in sends:
+            self.core.untaken(send, self.now)
 
     def accept(self, attempt: int = 1, rank: Location = RANK_0) -> list[Message]:
         return self.receive(Accepted("r", attempt, 9, PREFILL, rank))
@@ -129,6 +134,39 @@ def test_a_cancel_by_another_ends_an_attempt_that_followed_ours_long_ago() -> No
     d.receive(Failed("r", 2, "cancelled", "cancelled over another connection", False))
     assert d.result is not None
     assert d.result.code == "cancelled"
+
+
+def test_goodbyes_that_no_queue_takes_are_sent_again_for_a_while() -> None:
+    d = Driver()
+    d.accept()
+    goodbyes = d.take(d.core.cancel("r", d.now))
+    assert goodbyes == [Detach("r", 1), Cancel("r", 9)]
+    began = d.now
+    d.untaken(d.sent[-2:])
+    while again := d.wait(0.05):
+        assert again == goodbyes
+        d.untaken(d.sent[-2:])
+    assert UNTAKEN_S < d.now - began < UNTAKEN_S + 0.2
+
+
+def test_no_goodbye_is_sent_to_where_the_request_is_again() -> None:
+    d = Driver()
+    d.accept()
+    d.tokens(0, finish="failed", code="prefill_failed")
+    assert d.wait(VERDICT_S - 0.1) == []
+    while not (goodbyes := d.wait(0.05)):
+        pass
+    assert goodbyes == [Detach("r", 1), Cancel("r", 9)]
+    d.untaken(d.sent[-2:])
+    assert d.wait(0.05) == goodbyes, "it waits to be submitted again"
+    d.untaken(d.sent[-2:])
+    submit = submit_in(d.take(d.core.tick(d.now + 0.2)))
+    d.untaken(d.sent[-3:])
+    assert submit.attempt == 2
+    assert d.wait(0.05) == [Detach("r", 1)], "a later attempt takes the place of one that was not cancelled"
+    d.untaken(d.sent[-1:])
+    assert d.accept(2, RANK_0) == [Attach("r", 2, 0, True, 9)]
+    assert d.wait(1.0) == []
 
 
 def test_tokens_of_others_are_dropped() -> None:

@@ -203,6 +203,33 @@ class TestStart:
         assert {d.attempt for d in world.dispatches()} == {3}
         assert [(c.attempt, c.code) for c in world.cancels(P[0])] == [(2, "fenced")]
 
+    @pytest.mark.parametrize(("attempt", "ended"), [(1, ["r"]), (2, ["r"]), (3, [])])
+    def test_what_a_rank_runs_of_a_request_that_was_placed_elsewhere_before_its_hello_ends_at_once(
+        self, attempt: int, ended: list[str]
+    ) -> None:
+        """Not an attempt above the one that runs elsewhere, whose number may come again."""
+        world = unified(U[1])
+        world.submit(submit("r", attempt=2))
+        assert len(world.dispatches(U[1])) == 1
+        late = hello("u", 0, running=(("r", attempt), ("former", 1)))
+        world.join(late)
+        assert [(cancel.rid, cancel.attempt, cancel.code) for cancel in world.cancels(late)] == [
+            (rid, attempt, "fenced") for rid in ended
+        ]
+        assert not world.cancels(U[1])
+        assert [rid for rid in ("former", "r") if not world.core.life.table.orphans.of(rid, "")] == ended
+
+    def test_the_kv_cache_of_what_was_taken_over_stays_where_it_is(self) -> None:
+        world = World(prefill_method="total_tokens")
+        world.join(P[0])
+        world.join(hello("d", 1, role="decode", running=(("r", 2),)))
+        world.report(D[1], running=1)
+        world.submit(submit("r", "pair", attempt=1))
+        assert world.core.counts["adopted"] == 1
+        holds = hello("p", 1, role="prefill", running=(("r", 2),))
+        world.join(holds)
+        assert not world.cancels(holds)
+
     def test_only_what_a_rank_ran_before_it_was_given_anything_is_taken_over(self) -> None:
         world = unified(hello("u", 0, running=(("former", 1),)), U[1])
         world.report(U[0], running=1)
