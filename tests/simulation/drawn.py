@@ -66,7 +66,7 @@ DRAWN = (
              "self._learns[leg.role].ended(leg.rank, submit, None, 0.0)", "pass",
              unseen="a method is not told that a dispatch never left: what it then takes for cached costs a worse choice at most"),
     Mutation("retry-5", "", "controller.requests.request:verdict",
-             "request.tries < attempts", "request.tries <= attempts", seed=7, how="tries"),
+             "request.tries < attempts", "request.tries <= attempts", seed=8, how="tries"),
     Mutation("resume-5", "", "pdbus.client.core:ClientCore.begin",
              "self._by_key.update(dict.fromkeys(request.submits, request))", "pass", seed=2679),
     Mutation("accounting-6", "", "controller.load.table:LoadTable.age",
