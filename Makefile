@@ -298,6 +298,7 @@ test-simulation: setup ## Four CPU minutes of simulated clusters (always the sam
 	@echo "==> simulation"
 	@$(MAKE) --no-print-directory simulate SEEDS=0:200 JOBS=2 CPU_S=120
 	@$(MAKE) --no-print-directory simulate SEEDS="0:100 --guests" JOBS=2 CPU_S=60
+	@$(MAKE) --no-print-directory simulate SEEDS="0:30 --policies" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --small" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --tight" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --crowded" JOBS=2 CPU_S=20

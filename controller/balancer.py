@@ -17,13 +17,16 @@ from msgspec.structs import replace
 from bus.wire.codes import MEANINGS, Refusal
 from bus.wire.kv_names import Cleared, Removed, Stored
 from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Submit
+from controller.costs import Costs
 from controller.late import LateBinding
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.placement import Placement, target_of
 from controller.policies import Policy
+from controller.policies.guard import overrides
 from controller.requests.request import ROLES, LegRun
+from controller.speeds import Speeds
 
 Ranks: TypeAlias = tuple[tuple[Role, RankLoad], ...]  # the ranks of a request's legs
 
@@ -39,13 +42,15 @@ class Placed(NamedTuple):
 
 class Balancer:
     """The balancer over the ranks of `table`, with one policy for each role. `late` None: requests go to ranks at once.
+    `costs`: where its policies look for costs; None: at its own ranks alone.
     While not `settled` everything waits, because the ranks are not all known. While `young`, a refusal that depends on
     the known ranks is not final, since some may be missing. `suspects` are ranks that may come back at any moment: a
     request that one of them could take waits."""
 
     def __init__(
-        self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None, now: float = 0.0
-    ) -> None:
+        self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None, now: float = 0.0,
+        costs: Costs | None = None,
+    ) -> None:  # fmt: skip
         self.table = table
         self.policies = policies
         self.late = late  # None: requests go to ranks at once
@@ -59,6 +64,13 @@ class Balancer:
         self._charges = _overriding("charge", policies)
         self._watches = _overriding("dispatched", policies)
         self._learns = _overriding("ended", policies)
+        self._orders = _overriding("order", policies)
+        self._prefills_here = _overriding("prefill_here", policies)
+        self._speeds = None if late is None else late.speeds  # None: nobody has asked for them
+        costs = costs or Costs()
+        for role, policy in policies.items():
+            costs.add(role, self)
+            policy.begin(costs)
         self.tick(now)  # what a policy expects for a while is counted from this time on
 
     # --- requests ---------------------------------------------------------------------------------------------
@@ -88,6 +100,10 @@ class Balancer:
                     decode = placement.check("decode", submit, decode, decode_rank)
             if in_turn is not None and not in_turn(model):
                 return Placed(model)
+            if decode is not None and "unified" in self._prefills_here:
+                alone = self._alone(submit, model, avoid, barred)
+                if alone is not None:
+                    return Placed(model, self.charge(submit, now, (("unified", alone),)))
             first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
             if first is None:
                 return Placed(model)
@@ -138,6 +154,23 @@ class Balancer:
         """Return the prompt tokens that the first leg's rank must compute, as far as is known."""
         return self.policies[ROLES[submit.leg][0]].work(submit)
 
+    def orders(self, role: Role) -> bool:
+        """Return true if the policy of `role` has an order of its own for requests whose first leg has that role."""
+        return role in self._orders
+
+    def admits(self, role: Role) -> bool:
+        """Return true if the policy of `role` says when a request may go to a rank."""
+        return role in self._placement.admits
+
+    def order(self, submit: Submit, work: int, now: float) -> int:
+        """Return the place of a request with `work` tokens to compute in its policy's order: the least goes first."""
+        return self._orders[ROLES[submit.leg][0]].order(submit, work, now)
+
+    def prefills_here(self, rank: RankLoad, submit: Submit) -> bool:
+        """Return true if the policy of `rank`, which can do both legs of a pair, wants it to."""
+        policy = self._prefills_here.get(rank.info.role)
+        return policy is not None and policy.prefill_here(rank, submit)
+
     def first_token_s(self, submit: Submit, model: str, work: int) -> float:
         """Return the seconds until the first token of a prompt with `work` tokens to compute, if it went to the least
         loaded rank now; 0 without late binding, or where nothing is known."""
@@ -177,9 +210,15 @@ class Balancer:
     def report(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
         """Apply a rank's load report and return its record; None for an unknown rank, another start, or an old report
         (`LoadTable.apply`)."""
-        if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
-            self.late.observe(rank, load, now)
+        if self._speeds is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
+            self._speeds.observe(rank, load, now)
         return self.table.apply(key, epoch, load, now)
+
+    def speeds(self) -> Speeds:
+        """Return the speeds that reports show: without late binding of those from the first call on."""
+        if self._speeds is None:
+            self._speeds = Speeds()
+        return self._speeds
 
     def overwrite(self, rank: RankLoad, load: Load, now: float) -> Load:
         """Apply the load of an engine that acknowledges nothing: all that was sent there counts as ingested. Return the
@@ -209,6 +248,19 @@ class Balancer:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
+    def _alone(
+        self, submit: Submit, model: str, avoid: tuple[RankLoad, ...], barred: Container[RankLoad]
+    ) -> RankLoad | None:
+        """Return the unified rank that does both legs of a pair, by its policy's wish; None: there is none."""
+        if any(target_of(role, submit) != ("", None) for role in ROLES[submit.leg]):
+            return None
+        group = self.table.group("unified", model)
+        try:
+            rank = self._placement.place("unified", submit, group, None, None, None, avoid, barred)
+        except Refusal:
+            return None
+        return rank if rank is not None and self.prefills_here(rank, submit) else None
+
     def _stands(self, refusal: Refusal, roles: tuple[Role, ...]) -> Refusal | None:
         """Return the final refusal, or None where the request waits because a suspect could take it."""
         meaning = MEANINGS[refusal.code]
@@ -222,4 +274,4 @@ class Balancer:
 
 def _overriding(hook: str, policies: Mapping[Role, Policy]) -> dict[Role, Policy]:
     """Return those with a `hook` of their own: the others need no call at every request."""
-    return {role: each for role, each in policies.items() if getattr(type(each), hook) is not getattr(Policy, hook)}
+    return {role: each for role, each in policies.items() if overrides(each, hook)}

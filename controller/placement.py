@@ -19,6 +19,7 @@ from controller.load.groups import Group, Metric, Subset, View, exchange
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import Policy
+from controller.policies.guard import overrides
 from controller.requests.lanes import Lane
 from controller.requests.request import ROLES
 
@@ -28,12 +29,14 @@ Suits: TypeAlias = Callable[[RankLoad], bool]  # whether a rank can do what a le
 
 
 class Placement:
-    """The choice by `policies` among the ranks of `table`. `late` None: a request goes to a rank at once."""
+    """The choice by `policies` among the ranks of `table`. `late` None: a request goes to a rank at once. `admits`: the
+    policies that say when, by role."""
 
     def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
         self._table = table
         self._late = late  # None: at once
         self._policies = policies
+        self.admits = {role: each for role, each in policies.items() if overrides(each, "admit")}
 
     def check(self, role: Role, submit: Submit, group: Group, dp_rank: int | None) -> Group:
         """Return the ranks of the model that this leg will run: `group`, which has the ranks that the caller named, or
@@ -86,6 +89,15 @@ class Placement:
     def pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
         """Return the policy's choice in `view`; None: no candidate, or it is better to keep the request in the
         queue."""
+        if self._late is None and not self.admits:
+            return self._policies[role].pick(view, submit, submit.prompt_tokens)
+        rank = self._bind(role, view, submit)
+        if rank is None or not rank.requests or role not in self.admits or self.admits[role].admit(rank, submit):
+            return rank
+        return None
+
+    def _bind(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
+        """Return the policy's choice, if late binding lets a request go there now."""
         late, policy = self._late, self._policies[role]
         if late is None:
             return policy.pick(view, submit, submit.prompt_tokens)

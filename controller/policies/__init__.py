@@ -3,11 +3,13 @@ writing one."""
 
 from __future__ import annotations
 
+from controller.costs import Costs
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 from controller.policies.base import Policy, PolicySettings, PrefixPolicy
 from controller.policies.registry import POLICIES, make_policy, resolve
 
 __all__ = [
-    "POLICIES", "Metric", "Policy", "PolicySettings", "PrefixPolicy", "RankLoad", "View", "make_policy", "resolve",
+    "POLICIES", "Costs", "Metric", "Policy", "PolicySettings", "PrefixPolicy", "RankLoad", "View",
+    "make_policy", "resolve",
 ]  # fmt: skip

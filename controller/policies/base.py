@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from bus.wire.hashing import unpack_hashes
 from bus.wire.messages import Ended, Role, Submit
+from controller.costs import Costs
 from controller.load.groups import View
 from controller.load.rank import RankLoad
 from controller.policies.prefix_index import PrefixIndex
@@ -42,17 +43,42 @@ class Policy(Protocol):
     prefixes: PrefixIndex | None = None
     """What it knows of caches, where it keeps an index (`pdbus_controller_prefix_blocks` counts the entries)."""
 
+    costs: Costs = Costs()
+    """What waits where, how fast ranks are, who caches what, for all roles; empty until `begin`."""
+
     def __init__(self, settings: PolicySettings | None = None) -> None:
         """Store the settings. A policy class is its own factory: it is called with the settings when the controller
         starts."""
+
+    def begin(self, costs: Costs) -> None:
+        """Keep the view of costs. It is called once, before the other methods."""
+        self.costs = costs
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         """Return one of `view`'s candidates for `request`, a prompt of `tokens`; None when there is no candidate: the
         request waits. A `fixed` policy may return a rank without credit, but only one that is ready; else None."""
 
+    def admit(self, rank: RankLoad, request: Submit) -> bool:
+        """Return true if `request` may go now to `rank`, the one picked; false: it waits at the controller, and those
+        behind it, and both methods are called again. An idle rank (`requests` is 0) takes requests without a call, so
+        none waits for ever."""
+        return True
+
+    def order(self, request: Submit, work: int, now: float) -> int:
+        """Return a number for a request that begins to wait at `now` (seconds, monotonic): of a client's requests of
+        one priority the one with the least goes first. It has `work` prompt tokens to compute. Without an override the
+        configured order holds. The policy of its first leg's role is asked."""
+        return 0
+
+    def prefill_here(self, rank: RankLoad, request: Submit) -> bool:
+        """Return true if `rank`, which it has picked, computes the prompt of `request` and decodes it too; false: a
+        prefill and a decode rank share it. It is called for a pair whose caller names no ranks, where `rank` could do
+        both."""
+        return False
+
     def work(self, request: Submit) -> int:
         """Return the prompt tokens of `request` that its rank must compute, as far as is known now. The queue's
-        order `slo` uses this."""
+        orders use this."""
         return request.prompt_tokens
 
     def charge(self, rank: RankLoad, request: Submit) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from bus.errors import BusError
 from bus.wire.messages import Ended, Submit
+from controller.costs import Costs
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 from controller.policies.base import Policy
@@ -25,7 +26,8 @@ OnFault = Callable[[str, str], None]  # gets the hook's name and what went wrong
 class Guard(Policy):
     """The guard of `policy`: it has the same methods. For each fault it calls `on_fault` with the hook's name and one
     line. A pick that fails, or returns no candidate, becomes the least loaded rank by tokens; `work` and `charge` that
-    fail become the prompt's tokens. None raises, unless `on_fault` does."""
+    fail become the prompt's tokens; `admit` true; `order` 0, the order of arrival; `prefill_here` false. None raises,
+    unless `on_fault` does."""
 
     def __init__(self, policy: Policy, on_fault: OnFault) -> None:
         self.policy = policy
@@ -33,6 +35,9 @@ class Guard(Policy):
         self.uses_hashes = bool(policy.uses_hashes)
         self.prefixes = policy.prefixes if isinstance(policy.prefixes, PrefixIndex) else None
         self._on_fault = on_fault
+
+    def begin(self, costs: Costs) -> None:
+        self._notify("begin", costs)
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         """Return the policy's pick; after a fault the least loaded rank by tokens; None: no candidate."""
@@ -49,6 +54,30 @@ class Guard(Policy):
             what = f"rank {rank.key[0]}/{rank.key[1]}" if isinstance(rank, RankLoad) else type(rank).__name__
             self._on_fault("pick", f"it returned {what}, which is none of the candidates")
         return view.least(Metric.TOKENS)
+
+    def admit(self, rank: RankLoad, request: Submit) -> bool:
+        """Return the policy's answer."""
+        try:
+            return bool(self.policy.admit(rank, request))
+        except FAULTS as error:
+            self._on_fault("admit", one_line(error))
+            return True
+
+    def order(self, request: Submit, work: int, now: float) -> int:
+        """Return the policy's number."""
+        try:
+            return int(self.policy.order(request, work, now))
+        except FAULTS as error:
+            self._on_fault("order", one_line(error))
+            return 0
+
+    def prefill_here(self, rank: RankLoad, request: Submit) -> bool:
+        """Return the policy's answer."""
+        try:
+            return bool(self.policy.prefill_here(rank, request))
+        except FAULTS as error:
+            self._on_fault("prefill_here", one_line(error))
+            return False
 
     def work(self, request: Submit) -> int:
         """Return the policy's number of tokens, 1 at least."""
@@ -89,6 +118,12 @@ class Guard(Policy):
             getattr(self.policy, hook)(*arguments)
         except FAULTS as error:
             self._on_fault(hook, one_line(error))
+
+
+def overrides(policy: Policy, hook: str) -> bool:
+    """Return true if `policy`, or the one that it guards, has a `hook` of its own."""
+    own = policy.policy if isinstance(policy, Guard) else policy
+    return getattr(getattr(own, hook), "__func__", None) is not getattr(Policy, hook)
 
 
 def one_line(error: BaseException) -> str:

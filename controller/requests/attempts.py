@@ -15,7 +15,18 @@ from typing import Any
 
 from bus.actions import Note
 from bus.wire.codes import Code
-from bus.wire.messages import MAX_ATTEMPT, Accepted, Attempt, CancelLeg, Dispatch, Ended, Location, MemberKey, Rid
+from bus.wire.messages import (
+    MAX_ATTEMPT,
+    Accepted,
+    Attempt,
+    CancelLeg,
+    Dispatch,
+    Ended,
+    Location,
+    MemberKey,
+    Rid,
+    Role,
+)
 from controller.balancer import Balancer
 from controller.events import Action, ToClient, ToNode
 from controller.load.rank import RankLoad
@@ -186,8 +197,9 @@ class Attempts:
         does not matter: they run it already."""
         submit = request.submit
         attempt = max([leg.attempt for leg in held])
-        roles = ROLES[submit.leg]
         newest = {leg.rank.load.info.role: leg.rank.load for leg in held if leg.attempt == attempt}
+        # a unified rank runs a pair too, if its policy wants that
+        roles: tuple[Role, ...] = ("unified",) if submit.leg == "pair" and "unified" in newest else ROLES[submit.leg]
         legs = tuple([(role, newest[role]) for role in roles if role in newest])
         if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
             return False

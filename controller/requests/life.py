@@ -37,6 +37,7 @@ from controller.requests.attempts import Attempts
 from controller.requests.losses import Losses
 from controller.requests.record import record_of
 from controller.requests.request import (
+    ROLES,
     LegRun,
     LegState,
     Request,
@@ -79,7 +80,7 @@ class RequestLifecycle:
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
         self._logged = self._not_logged = 0  # log lines since the last measure
-        self.table = RequestTable(config, now)
+        self.table = RequestTable(config, now, balancer.orders)
         self._balancer = balancer
         self._attempts = Attempts(epoch, self.table, balancer, ranks, counts)
         self.losses = Losses(config, self.table, balancer, self._attempts, counts, self._leg_failed, self._try_again)
@@ -298,7 +299,8 @@ class RequestLifecycle:
         self._forget(live, now, "fenced", "a newer attempt was submitted", out)
 
     def _enqueue(self, request: Request, now: float, out: list[Action]) -> None:
-        if self._config.queue_order == "slo":
+        own = self._balancer.orders(ROLES[request.submit.leg][0])
+        if own or self._config.queue_order == "slo":
             request.work = self._balancer.work(request.submit)
             if self._config.shed == "hopeless" and not self._in_time(request, now):
                 raise Refusal("overloaded", TOO_LATE)
@@ -308,6 +310,8 @@ class RequestLifecycle:
             if other is None:
                 raise Refusal("overloaded", sentence)
             self._fail(other, "overloaded", f"{sentence}, most of them this client's", now, out)
+        if own:
+            request.order = self._balancer.order(request.submit, request.work, now)
         request.past += ((now, "queued", request.attempt, None, f"behind {len(self.queue)}"),)
         self.queue.add(self._attempts.lane(request), request)
         self._counts["queued"] += 1

@@ -4,7 +4,8 @@ time to the first token) are kept. Pure.
 First come, first served makes nearly all requests late under a burst, because each waits as long as the burst lasts.
 `SloOrder` first serves requests that can still have their first token in time, the least work first, and then, by
 arrival, those that cannot. A request that `overtake_tokens` of later work have overtaken is next, so none starves.
-Requests that wait in several orders for the same ranks share a `Tally`, and their heads compare by urgency.
+`PolicyOrder` goes by a policy's numbers instead, with the same bound. Requests that wait in several orders for the same
+ranks share a `Tally`, and their heads compare by urgency.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ class Waiting(Protocol):
 
     work: int
     """Prompt tokens to compute for it, as far as is known. Does not change while it waits."""
+
+    order: int
+    """Its policy's number, for `PolicyOrder`. Does not change either."""
 
     @property
     def arrived(self) -> int:
@@ -85,7 +89,7 @@ class SloOrder(ArrivalOrder[T]):
         """Add an item at its place."""
         super().add(item)
         self._came[item] = self.tally.came
-        heapq.heappush(self._hopeful, (item.work, item.arrived, item))
+        heapq.heappush(self._hopeful, (self._number(item), item.arrived, item))
         if len(self._hopeful) > 2 * len(self) + 64:
             self._hopeful = [entry for entry in self._hopeful if self._waits(entry)]
             heapq.heapify(self._hopeful)
@@ -108,10 +112,28 @@ class SloOrder(ArrivalOrder[T]):
         while self._hopeful:
             item = self._hopeful[0][2]
             if self._waits(self._hopeful[0]) and in_time(item):
-                return (1, item.work, item.arrived), item
+                return (1, self._number(item), item.arrived), item
             heapq.heappop(self._hopeful)
         return (2, 0, oldest.arrived), oldest
+
+    def _number(self, item: T) -> int:
+        """Return the number of an item by which those that can be in time are ordered."""
+        return item.work
 
     def _waits(self, entry: tuple[int, int, T]) -> bool:
         """Return true if the entry has not left, or left and come again."""
         return entry[2] in self._came and entry[2].arrived == entry[1]
+
+
+class PolicyOrder(SloOrder[T]):
+    """The order of a policy's numbers, the least first, whatever the SLOs."""
+
+    def head(self, in_time: Callable[[T], bool]) -> tuple[Urgency, T]:
+        return super().head(_any)
+
+    def _number(self, item: T) -> int:
+        return item.order
+
+
+def _any(item: object) -> bool:
+    return True

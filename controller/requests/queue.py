@@ -25,13 +25,17 @@ _Turn: TypeAlias = tuple[int, int, int, Urgency]  # client's clock and number, p
 InTime: TypeAlias = Callable[[Request], bool]
 
 
+def _by_arrival(lane: Lane, tally: Tally) -> ArrivalOrder[Request]:
+    return ArrivalOrder(tally)
+
+
 class CentralQueue:
     """The waiting requests by lane: at most `max_requests`, with `max_bytes` of payload in all; the caller asks
     `has_room` before `add`. `requests` and `bytes` are what waits now. Without keys, and where one client waits alone,
     all operations are O(1) in the number of requests and clients, except `turns`: O(lanes log lanes)."""
 
     def __init__(
-        self, *, max_requests: int, max_bytes: int, order: Callable[[Tally], ArrivalOrder[Request]] = ArrivalOrder
+        self, *, max_requests: int, max_bytes: int, order: Callable[[Lane, Tally], ArrivalOrder[Request]] = _by_arrival
     ) -> None:
         self._order = order
         self.max_requests = max_requests
@@ -87,7 +91,7 @@ class CentralQueue:
         level = line.get(request.submit.priority)
         if level is None:
             shared = client, lane.model, request.submit.priority
-            level = line[request.submit.priority] = self._order(self._tallies.setdefault(shared, Tally()))
+            level = line[request.submit.priority] = self._order(lane, self._tallies.setdefault(shared, Tally()))
         level.add(request)
         request.lane = lane
         self._bytes_of[client] += request.frames_bytes

@@ -92,8 +92,8 @@ class Request:
 
     __slots__ = (
         "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "dispatched", "first_due",
-        "frames", "frames_bytes", "lane", "legs", "losses", "model", "past", "peer", "places", "rid", "state", "submit",
-        "trace", "tries", "work",
+        "frames", "frames_bytes", "lane", "legs", "losses", "model", "order", "past", "peer", "places", "rid", "state",
+        "submit", "trace", "tries", "work",
     )  # fmt: skip
     arrived: int  # where it waits (`lane`): its number among those that came to
     aside: bool  # it waits only for its own wish, so others may go before it
@@ -121,6 +121,7 @@ class Request:
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it, or whose streams its client does not get
         self.lane: Lane | None = None  # where it waits
         self.work = 0  # prompt tokens to compute, as far as was known when it began to wait
+        self.order = 0  # its policy's number then
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts
         self.past: tuple[EventTuple, ...] = ()  # waits, and attempts before this one

@@ -7,6 +7,7 @@ here. It sends, places and decides nothing.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from bus.history import History
@@ -15,7 +16,8 @@ from bus.wire.codes import Code, Refusal
 from bus.wire.messages import MAX_ATTEMPT, Attempt, Rid, Role
 from controller.config import ControllerConfig
 from controller.rank import Rank
-from controller.requests.order import ArrivalOrder, SloOrder
+from controller.requests.lanes import Lane
+from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder, Tally
 from controller.requests.queue import CentralQueue
 from controller.requests.record import RequestRecord, record_of
 from controller.requests.request import Request, State
@@ -39,8 +41,11 @@ class RequestTable:
     `orphans` is what nodes still run of a former controller's dispatches; `history` has the last requests that have
     ended."""
 
-    def __init__(self, config: ControllerConfig, now: float) -> None:
+    def __init__(
+        self, config: ControllerConfig, now: float, orders: Callable[[Role], bool] = lambda role: False
+    ) -> None:
         self._config = config
+        self._orders = orders
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
@@ -49,11 +54,10 @@ class RequestTable:
         self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
         self._due: TimerSlots[Rid | Rank] = TimerSlots(now)
         self.requests: dict[Rid, Request] = {}
-        overtake = config.overtake_tokens
         self.queue = CentralQueue(
             max_requests=config.queue_requests,
             max_bytes=config.queue_bytes,
-            order=ArrivalOrder if config.queue_order == "arrival" else lambda tally: SloOrder(overtake, tally),
+            order=self._order,
         )
         self.orphans = OrphanedLegs(self._due)
         self.payload_bytes = 0
@@ -186,6 +190,14 @@ class RequestTable:
         assert self._of_client == Counter(request.client or request.peer for request in live)
         assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.orphans.ranks
         assert self._rooms == {place: request.rid for request in live for place in request.places}
+
+    def _order(self, lane: Lane, tally: Tally) -> ArrivalOrder[Request]:
+        """Return the order of what will wait in a lane."""
+        if self._orders(lane.roles[0]):
+            return PolicyOrder(self._config.overtake_tokens, tally)
+        if self._config.queue_order == "slo":
+            return SloOrder(self._config.overtake_tokens, tally)
+        return ArrivalOrder(tally)
 
     def _remember(self, request: Request, failed: bool) -> None:
         """Keep what a later submit under this rid has to know of the request, which is over."""

@@ -44,6 +44,7 @@ USUAL = LabConfig()
 _FROM_OPTIONS = (
     "unified_ranks", "unified_share", "load", "rate", "warm_up_s", "cache_blocks", "decode_kv_tokens",
     "unified_kv_tokens", "decode_method", "chunk_tokens", "link_s_per_token", "fetch_by_layer", "decode_cache",
+    "decode_prefills",
     "prefill_running", "decode_running", "unified_running", "hop_s", "report_interval_s", "report_delay_s",
     "report_loss", "controllers", "shared_counters", "sent_interval_s", "cache_weight", "late_tokens",
     "tpot_admission", "overtake_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
@@ -91,6 +92,8 @@ class _Command(click.Command):
 @setting("decode_method", "Method for decode ranks.")
 @setting("chunk_tokens", "Maximum of prompt tokens in a step.")
 @transfer_options
+@option("--decode-prefills", is_flag=True, show_default=False,
+         help="Decode ranks can compute prompts in their batch, and do where the --decode-method says so.")  # fmt: skip
 @setting("prefill_running", "Prompts that a prefill rank runs at once.")
 @setting("decode_running", "Requests that a decode rank runs at once.")
 @setting("unified_running", "Requests that a unified rank runs at once.")

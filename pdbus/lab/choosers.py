@@ -18,11 +18,13 @@ from bus.wire.hashing import unpack_hashes
 from bus.wire.kv_names import Removed, Stored
 from bus.wire.messages import Ended, Hello, Load, Role, Sent, Submit
 from controller.balancer import Balancer
+from controller.costs import Costs
 from controller.late import LateBinding
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import Policy, PolicySettings, make_policy
+from controller.policies.guard import overrides
 from controller.policies.registry import find, unknown
 from controller.requests.request import LegRun
 from nodes.own.blocks import BlockStored, KvEvent
@@ -53,6 +55,12 @@ class Chooser(Protocol):
 
     def takes(self, request: Submit) -> bool:
         """Return true if some rank can take `request` now; otherwise the request waits."""
+
+    def prefills_here(self, request: Submit) -> bool:
+        """Return true if the rank that `pick` would return is to do all of `request`, a pair."""
+
+    def order(self, request: Submit, work: int, now: float) -> int:
+        """Return the place of `request`, which begins to wait, in the policy's order."""
 
     def least_tokens(self) -> int:
         """Return the estimate of prompt tokens queued at the least loaded rank."""
@@ -87,6 +95,12 @@ class BaseChooser:
     def takes(self, request: Submit) -> bool:
         return True
 
+    def prefills_here(self, request: Submit) -> bool:
+        return False
+
+    def order(self, request: Submit, work: int, now: float) -> int:
+        return 0
+
     def least_tokens(self) -> int:
         return 0
 
@@ -114,11 +128,12 @@ class BaseChooser:
 
 class TableChooser(BaseChooser):
     """A live policy in a live balancer, for the ranks of one role. With `late` (late binding), `takes` is false until a
-    rank is nearly idle. `controller` is this controller's number, from 0."""
+    rank is nearly idle. `controller` is this controller's number, from 0, and `costs` those of its ranks of all
+    roles."""
 
     def __init__(
         self, policy: Policy, role: Role, ranks: int, controller: int, config: LabConfig, block_tokens: int,
-        *, late: bool = False,
+        *, late: bool = False, costs: Costs | None = None,
     ) -> None:  # fmt: skip
         self._role: Role = role
         self._epoch = controller + 1
@@ -126,7 +141,8 @@ class TableChooser(BaseChooser):
         slo = config.queue_order == "slo"
         self._late = LateBinding(config.late_tokens, config.slo_tpot_s if slo and config.tpot_admission else 0.0)
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
-        self.balancer = Balancer(self.table, {role: policy}, self._late if late else None)
+        self.balancer = Balancer(self.table, {role: policy}, self._late if late else None, costs=costs)
+        self._asked: tuple[str, RankLoad] | None = None  # a request whose policy was asked about its rank; for `pick`
         memory = {"decode": config.decode_kv_tokens, "unified": config.unified_kv_tokens}.get(role, 0) if slo else 0
         self._live: dict[str, tuple[Submit, LegRun]] = {}  # by rid
         self._ranks = []
@@ -142,7 +158,8 @@ class TableChooser(BaseChooser):
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
         """Pick by the policy and charge the rank. Raises BusError if the policy returns no rank."""
         self.balancer.tick(now)
-        rank = self._pick(request)
+        asked, self._asked = self._asked, None
+        rank = asked[1] if asked is not None and asked[0] == request.rid else self._pick(request)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
         (leg,) = self.balancer.charge(request, now, ((self._role, rank),))
@@ -154,7 +171,19 @@ class TableChooser(BaseChooser):
         return self.balancer.pick(self._role, self._group, request)
 
     def takes(self, request: Submit) -> bool:
-        return self._pick(request) is not None
+        rank = self._pick(request)
+        if rank is not None and self.balancer.admits(self._role):
+            self._asked = request.rid, rank
+        return rank is not None
+
+    def prefills_here(self, request: Submit) -> bool:
+        if not self.balancer.admits(self._role) or self._asked is None or self._asked[0] != request.rid:
+            rank = self._pick(request)
+            self._asked = None if rank is None else (request.rid, rank)
+        return self._asked is not None and self.balancer.prefills_here(self._asked[1], request)
+
+    def order(self, request: Submit, work: int, now: float) -> int:
+        return self.balancer.order(request, work, now)
 
     def least_tokens(self) -> int:
         rank = self._group.least(Metric.TOKENS)
@@ -258,6 +287,9 @@ class Method:
     before_ingest: bool = False
     kv_events: bool = False
     late: bool = False  # requests wait at the controller until a rank is about to run dry
+    admits: bool = False  # requests wait at the controller until its policy admits them
+    orders: bool = False  # its policy orders what waits
+    prefills_here: bool = False  # its policy says where prompts are computed
 
 
 METHODS: dict[str, Method] = {
@@ -284,7 +316,13 @@ def method_of(name: str) -> Method:
         return METHODS[name]
     if find(name) is None:
         raise unknown(f"method {name!r} for replay", name, METHODS)
-    return Method("a policy of yours", kv_events=make_policy(name).uses_hashes)
+    policy = make_policy(name)
+    return Method(
+        "a policy of yours",
+        kv_events=policy.uses_hashes,
+        **{hook: overrides(policy, hook[:-1]) for hook in ("admits", "orders")},
+        prefills_here=overrides(policy, "prefill_here"),
+    )
 
 
 def check_method(name: str) -> str:
@@ -294,10 +332,11 @@ def check_method(name: str) -> str:
 
 
 def build_chooser(
-    name: str, role: Role, ranks: int, controller: int, config: LabConfig, truth: Truth, block_tokens: int
-) -> Chooser:
+    name: str, role: Role, ranks: int, controller: int, config: LabConfig, truth: Truth, block_tokens: int,
+    costs: Costs | None = None,
+) -> Chooser:  # fmt: skip
     """Return a new chooser by the method `name`, for controller number `controller` (from 0) and `ranks` ranks of
-    `role`. `truth` is for oracles alone."""
+    `role`. `truth` is for oracles alone, `costs` for its policies of all roles."""
     if name in ("oracle", "oracle_cache"):
         return Oracle(truth, ranks, cache=name == "oracle_cache")
     if name == "overwrite":
@@ -307,4 +346,4 @@ def build_chooser(
     settings = PolicySettings(role, config.cache_weight, f"{config.seed}/{controller}")
     policy = PowerOfTwo(settings) if name == "power_of_two" else make_policy(LATE.get(name, name), settings)
     late = name in LATE or config.queue_order == "slo"
-    return TableChooser(policy, role, ranks, controller, config, block_tokens, late=late)
+    return TableChooser(policy, role, ranks, controller, config, block_tokens, late=late, costs=costs)

@@ -47,6 +47,7 @@ class LabConfig:
     link_s_per_token: float = 0.0  # on a rank's link, which its transfers share; 0: `kv_fetch_token_s` whatever happens
     fetch_by_layer: bool = False  # fetches begin with the computation of the prompt, not after it
     decode_cache: bool = False  # decode ranks keep what they fetched and generated, and fetch only what they lack
+    decode_prefills: bool = False  # decode ranks can compute prompts, where their policy says so
     hop_s: float = 0.0005  # one message, one way
     report_interval_s: float = 0.1  # between a rank's load reports
     report_delay_s: float = 0.0  # on top of the hop
@@ -102,6 +103,11 @@ class LabConfig:
     def prompt_ranks(self) -> int:
         """The number of ranks that compute prompts: prefill and unified ones."""
         return self.ranks + self.unified_ranks
+
+    @property
+    def token_link_s(self) -> float:
+        """The seconds that a KV token takes between two ranks with nothing else under way."""
+        return self.link_s_per_token or self.kv_fetch_token_s
 
     @property
     def transfers_differ(self) -> bool:

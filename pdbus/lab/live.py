@@ -24,6 +24,7 @@ from pdbus.client import AsyncClient, Client
 from pdbus.client.options import Options, block_tokens_for
 from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
+from pdbus.lab.choosers import method_of
 from pdbus.lab.config import LabConfig
 from pdbus.lab.simulate import Outcome, RequestOutcome, rooms_of, unified_of
 from pdbus.lab.traces import Trace, TraceRequest
@@ -73,6 +74,8 @@ def run_live(
         raise ConfigError("--live needs decode ranks beside prefill ranks")
     if config.transfers_differ:
         raise ConfigError("--link-s-per-token, --fetch-by-layer and --decode-cache are for virtual time, not --live")
+    if config.decode_prefills:
+        raise ConfigError("--decode-prefills is for virtual time, not --live: no engine's decode ranks compute prompts")
     stretched = stretch(trace, config)
     spec = spec_of(method, config, trace.block_tokens, engine)
     with Cluster(spec, on_progress) as cluster:
@@ -116,13 +119,15 @@ class _Replay:
         self, client: AsyncClient, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
     ) -> None:
         self._client, self._trace, self._config, self._on_progress = client, trace, config, on_progress
-        self._rooms, self._is_unified = rooms_of(trace, config), unified_of(trace, config)
+        self._rooms, self._is_unified = rooms_of(trace, config), unified_of(trace, config, method)
         self._courses = [RequestOutcome(request) for request in trace.requests]
         self._arrivals = Arrivals(trace, config, self._begin)
         self._outcome = Outcome(method, [], config.sample_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._before: Status | None = None  # when requests began to count
+        # the controller's policy may send a pair to a unified rank
+        self._may_be_unified = bool(config.ranks and config.unified_ranks) and method_of(method).prefills_here
         self._unified_way: Options = {}  # options of a unified request, where pairs are the client's default
         self._came = 0
 
@@ -172,7 +177,8 @@ class _Replay:
             options.update(self._unified_way)
         stream = await self._client.generate_tokens(prompt, **options)
         result = await stream.wait()
-        if result.finish != "length" or result.decode is None or (result.prefill is None and not unified):
+        alone = unified or self._may_be_unified
+        if result.finish != "length" or result.decode is None or (result.prefill is None and not alone):
             raise BusError(f"a request of the live run failed: {RequestFailed(result.code, result.message)}")
         if result.prefill is not None:
             course.prefill_rank, course.decode_rank = result.prefill.dp_rank, result.decode.dp_rank

@@ -44,6 +44,7 @@ class Summary:
     unified_busy: float = math.nan  # share of the time that unified ranks computed
     fetch_mean_s: float = math.nan  # from a prompt's end until its KV cache is at the decode rank
     moved_share: float = math.nan  # share of the prompt tokens of pairs whose KV cache moved
+    here_share: float = math.nan  # share of the requests whose prompt was computed where they decode
     kept_rate_per_s: float = math.nan  # the highest rate of starts that keeps a wanted share (`pdbus.lab.keep`)
     kept_ratio: float = math.nan  # that over the first method's, with the same requests
 
@@ -105,6 +106,7 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
     pairs = [course for course in outcome.courses if course.decode_rank >= 0]
     fetches = [course.fetched_s - course.prefilled_s for course in pairs if course.moved_tokens]
     moved, paired = [course.moved_tokens for course in pairs], sum(course.request.prompt_tokens for course in pairs)
+    here = sum(course.prefill_rank < 0 for course in outcome.courses)
     seconds = outcome.until_s - outcome.began_s or math.nan
     queued = sum(map(sum, outcome.load))
     fullest = sum(map(max, outcome.load)) * config.prompt_ranks
@@ -129,6 +131,7 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         output_tokens_per_s=sum(course.request.output_tokens for course in outcome.courses) / seconds,
         unified_busy=outcome.unified_busy if config.unified_ranks else math.nan,
         fetch_mean_s=_mean(fetches) if config.transfers_differ else math.nan,
+        here_share=here / len(first) if config.decode_prefills else math.nan,
         moved_share=sum(moved) / paired if config.transfers_differ and paired else math.nan,
     )
 

@@ -120,6 +120,10 @@ class Listener:
         self.read()
         return self.chooser.takes(request)
 
+    def prefills_here(self, request: Submit) -> bool:
+        self.read()
+        return self.chooser.prefills_here(request)
+
     def work(self, request: Submit) -> int:
         return self.chooser.work(request)
 

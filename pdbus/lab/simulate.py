@@ -3,8 +3,8 @@
 A request arrives at one of the controllers, which picks a prefill and a decode rank; both legs travel there; the
 prefill rank computes; its first token goes through the decode rank to the client (unless the decode rank makes it
 itself); the decode rank gets memory, fetches the KV cache (or what it lacks of it) and decodes. Or it picks a unified
-rank, which does all of it and sends its tokens to the client. Reports travel back with the configured delay and loss.
-The same arguments give the same outcome.
+rank, or a decode rank that can compute prompts, which does all of it and sends its tokens to the client. Reports travel
+back with the configured delay and loss. The same arguments give the same outcome.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from functools import partial
 
 from bus.errors import ConfigError
 from bus.wire.messages import Ended, Role, Sent, Submit
+from controller.costs import Costs
 from controller.policies.registry import find
-from controller.requests.order import ArrivalOrder, SloOrder
+from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder
 from nodes.own.sequence import Sequence
 from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
@@ -98,6 +99,10 @@ def simulate(
     """
     check_method(method)
     check_method(config.decode_method)
+    if config.decode_prefills and not (config.ranks and config.decode_ranks):
+        raise ConfigError("--decode-prefills is for decode ranks beside prefill ranks")
+    if config.decode_prefills and not method_of(config.decode_method).prefills_here:
+        raise ConfigError(f"--decode-prefills is for a --decode-method that says when, not {config.decode_method}")
     if config.queue_order == "slo" and find(LATE.get(method, method)) is None:
         raise ConfigError(f"--queue-order slo is for methods that a controller can run, which {method} is not")
     longest = max(request.prompt_tokens for request in trace.requests)
@@ -122,10 +127,11 @@ def rooms_of(trace: Trace, config: LabConfig) -> list[int]:
     return [rng.getrandbits(62) for _ in trace.requests]
 
 
-def unified_of(trace: Trace, config: LabConfig) -> list[bool]:
+def unified_of(trace: Trace, config: LabConfig, method: str = "") -> list[bool]:
     """Return for each request of the trace whether a unified rank runs it. Where there are pairs too, it is drawn for
-    each session with `config.unified_share`, by `config.seed` alone, so virtual and live runs have the same ones."""
-    if not config.ranks or not config.unified_ranks:
+    each session with `config.unified_share`, by `config.seed` alone, so virtual and live runs have the same ones; none,
+    if the policy of `method` says itself which pairs unified ranks run."""
+    if not config.ranks or not config.unified_ranks or (method and method_of(method).prefills_here):
         return [not config.ranks] * len(trace)
     share = config.unified_share or config.unified_ranks / (config.prompt_ranks + config.decode_ranks)
     rng = random.Random(f"unified {config.seed}")
@@ -140,6 +146,7 @@ class _Waiting:
     number: int
     work: int
     first_due: float
+    order: int
 
     @property
     def arrived(self) -> int:
@@ -194,6 +201,9 @@ class _Run:
         self.shown = 0.0  # the share last shown
         self.kind = method_of(method)
         self.late = self.kind.late or config.queue_order == "slo"
+        second = method_of(config.decode_method)
+        self.admits = self.kind.admits or second.admits
+        self.queues = self.late or self.admits or self.kind.orders
         self.loop = VirtualLoop()
         self.delay_s = config.hop_s + config.report_delay_s
         self.rng = random.Random(config.seed)
@@ -202,7 +212,9 @@ class _Run:
         self.busy_before = (0, 0, 0)  # us, of prefill, decode and unified ranks, when requests began to count
         self.owner = [self.rng.randrange(config.controllers) for _ in self.courses]
         self.rooms = rooms_of(trace, config)
-        self.is_unified = unified_of(trace, config)
+        self.is_unified = unified_of(trace, config, method)
+        self.at_decode = [False] * len(self.courses)  # pairs of which a decode rank does all
+        self.may_be_unified = self.kind.prefills_here and bool(config.ranks and config.unified_ranks)
         keeps_outputs = config.outputs_cached and (config.unified_ranks or config.decode_cache)
         self.hashes = [array("Q", request.hashes) for request in trace.requests]  # one copies and compares them in C
         self.kept_hashes = [array("Q", each) for each in trace.kept_hashes()] if keeps_outputs else self.hashes
@@ -223,6 +235,7 @@ class _Run:
                 for n in range(config.unified_ranks)
             ]
         )
+        self.costs = [Costs(config.token_link_s) for _ in range(config.controllers)]
         self.choosers = self._listeners("prefill", method, self.prefill)
         self.decode_choosers = self._listeners("decode", config.decode_method, self.decode)
         self.unified_choosers = self._listeners("unified", method, self.unified)
@@ -266,35 +279,53 @@ class _Run:
     def _come(self, number: int) -> None:
         self.courses[number].arrived_s = self.loop.now
         self.arrivals.arrived(number, self.loop.now)
-        self.loop.call_later(self.config.hop_s, self._queue if self.late else self._submit, number)
+        self.loop.call_later(self.config.hop_s, self._queue if self.queues else self._submit, number)
 
     def _queue(self, number: int) -> None:
         line = self.lines[self._first_role(number)][self.owner[number]]
         line.chooser.read()
-        work = line.chooser.work(self._header(number))
-        line.waiting.add(_Waiting(number, work, self.courses[number].arrived_s + self.config.slo_ttft_s))
+        submit = self._header(number)
+        work = line.chooser.work(submit)
+        order = line.chooser.chooser.order(submit, work, self.loop.now) if self.kind.orders else 0
+        due = self.courses[number].arrived_s + self.config.slo_ttft_s
+        line.waiting.add(_Waiting(number, work, due, order))
         if not self.by_tick or len(line.waiting) == 1:
             self._bind(line)
 
     def _order(self) -> ArrivalOrder[_Waiting]:
+        if self.kind.orders:
+            return PolicyOrder(self.config.overtake_tokens)
         slo = self.config.queue_order == "slo"
         return SloOrder(self.config.overtake_tokens) if slo else ArrivalOrder()
 
     def _bind(self, line: _Line) -> None:
-        """Dispatch waiting requests (late binding) while a prefill rank is nearly idle and a decode rank can take the
-        next, or a unified rank can."""
+        """Dispatch waiting requests while a prefill rank (under late binding one that is nearly idle) and a decode rank
+        can take the next, or a unified rank can."""
         waiting, chooser = line.waiting, line.chooser
         second = chooser if line.unified else line.decode  # which must be able to take it, too
         next_s = chooser.next_s
-        while waiting and (line.unified or chooser.least_tokens() < self.config.late_tokens):
-            _, head = waiting.head(lambda item: self.loop.now + chooser.first_token_s(item.work) <= item.first_due)
-            if second is not None and not second.takes(self._header(head.number)):
-                next_s = second.next_s
+        while waiting:
+            open_now = line.unified or not self.late or chooser.least_tokens() < self.config.late_tokens
+            if not open_now and not self.may_be_unified:
                 break
+            _, head = waiting.head(lambda item: self.loop.now + chooser.first_token_s(item.work) <= item.first_due)
+            submit = self._header(head.number)
+            if not (self.may_be_unified and self._goes_unified(head.number, submit)):
+                if not open_now or (self.admits and not line.unified and not chooser.takes(submit)):
+                    break
+                if second is not None and not second.takes(submit):
+                    next_s = second.next_s
+                    break
             waiting.remove(head)
-            self._submit(head.number)
+            self._dispatch(head.number)
         if waiting:  # until a report comes
             self._wake_at(line, next_s())
+
+    def _goes_unified(self, number: int, submit: Submit) -> bool:
+        """Return true if a pair goes to a unified rank instead, by its policy's wish."""
+        chooser = self.unified_choosers[self.owner[number]]
+        self.is_unified[number] = chooser.takes(submit) and chooser.prefills_here(submit)
+        return self.is_unified[number]
 
     def _wake_at(self, line: _Line, at_s: float) -> None:
         if self.by_tick:  # otherwise all controllers would fill the same rank after the same report
@@ -315,6 +346,11 @@ class _Run:
         return "unified" if self.is_unified[number] else "prefill"
 
     def _submit(self, number: int) -> None:
+        if self.may_be_unified:
+            self._goes_unified(number, self._header(number))
+        self._dispatch(number)
+
+    def _dispatch(self, number: int) -> None:
         course, now, owner = self.courses[number], self.loop.now, self.owner[number]
         request, submit = course.request, self._header(number)
         if self.is_unified[number]:
@@ -325,6 +361,14 @@ class _Run:
             if self.sharing:
                 self._share_soon(self.unified_choosers, owner)
             self.loop.call_later(self.config.hop_s, self._arrive_unified, number, charge)
+            return
+        if self.config.decode_prefills and self.decode_choosers[owner].prefills_here(submit):
+            self.at_decode[number] = True
+            course.decode_rank, charge = self.decode_choosers[owner].pick(submit, now)
+            self.decode.depart(course.decode_rank, request.prompt_tokens)
+            if self.sharing:
+                self._share_soon(self.decode_choosers, owner)
+            self.loop.call_later(self.config.hop_s, self._arrive_at_decode, number, charge)
             return
         rank, charge = self.choosers[owner].pick(submit, now)
         decode_charge = 0
@@ -373,6 +417,14 @@ class _Run:
         leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=self.kept_hashes[number])
         self.unified.ranks[course.unified_rank].ingest(leg, self.owner[number] + 1, charge)
 
+    def _arrive_at_decode(self, number: int, charge: int) -> None:
+        course = self.courses[number]
+        request, tokens = course.request, course.request.prompt_tokens
+        self.decode.arrive(course.decode_rank, tokens)
+        hashes = list(self.kept_hashes[number]) if self.config.decode_cache else []
+        leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=hashes)
+        self.decode.ranks[course.decode_rank].ingest(leg, self.owner[number] + 1, charge)
+
     def _unified_first(self, sequence: Sequence) -> None:
         course = self.courses[sequence.id]
         course.cached_tokens = sequence.cached_tokens
@@ -415,7 +467,12 @@ class _Run:
             self.loop.call_later(self.config.hop_s, self.decode.ranks[course.decode_rank].kv_ready, sequence.id)
 
     def _first(self, sequence: Sequence) -> None:
-        self.courses[sequence.id].first_token_s = self.loop.now + self.config.hop_s
+        course = self.courses[sequence.id]
+        if self.at_decode[sequence.id]:
+            course.cached_tokens = sequence.cached_tokens
+        elif not self.config.first_at_decode:
+            return
+        course.first_token_s = self.loop.now + self.config.hop_s
 
     def _admitted(self, sequence: Sequence) -> None:
         tokens, hop_s = len(sequence.prompt) - sequence.cached_tokens, self.config.hop_s
@@ -465,7 +522,9 @@ class _Run:
 
     def _decode_ended(self, number: int) -> None:
         course = self.courses[number]
-        ended = Ended(str(number), 1, "decode", "ok", output_tokens=max(1, course.request.output_tokens))
+        cached = course.cached_tokens if self.at_decode[number] else 0
+        output = max(1, course.request.output_tokens)
+        ended = Ended(str(number), 1, "decode", "ok", output_tokens=output, cached_tokens=cached)
         self.decode_choosers[self.owner[number]].chooser.ended(course.decode_rank, ended, self.loop.now)
 
     def _finish(self, number: int, at_s: float) -> None:
@@ -499,11 +558,11 @@ class _Run:
             reports.append(mine)
             if kind.report_interval_s is None:
                 rank.steps_taken.append(mine.report_now)
-            if self.late and role != "decode":
+            if self.queues and role != "decode":
                 rank.steps_taken.append(partial(self._news, role))
         size = self.trace.block_tokens
         listeners = [
-            Listener(build_chooser(method, role, len(truth.ranks), n, config, truth, size), n, reports)
+            Listener(build_chooser(method, role, len(truth.ranks), n, config, truth, size, self.costs[n]), n, reports)
             for n in range(config.controllers)
         ]
         if kind.kv_events:
@@ -566,7 +625,7 @@ class _Run:
     def _rank(self, role: Role, dp_rank: int, blocks: int, max_running: int) -> VirtualRank:
         on_output = {"prefill": self._prefilled, "decode": self._decoded, "unified": self._unified_done}
         on_first = self._unified_first if role == "unified" else None
-        if role == "decode" and self.config.first_at_decode:
+        if role == "decode" and (self.config.first_at_decode or self.config.decode_prefills):
             on_first = self._first
         by_layer = role == "prefill" and self.config.fetch_by_layer and self.config.decode_ranks
         kv_events = self.kind.kv_events

@@ -65,6 +65,8 @@ COLUMNS = (
            "the decode rank, milliseconds", 1, 1e3, optional=True),
     Column("moved_share", ("KV", "moved"), "and the share of the prompt tokens whose KV cache moved", 1, 1e2, "%",
            optional=True),
+    Column("here_share", ("prefill", "here"),
+           "with --decode-prefills: requests whose prompt was computed where they decode", 1, 1e2, "%", optional=True),
 )  # fmt: skip
 
 

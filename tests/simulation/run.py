@@ -31,7 +31,7 @@ from simulation.transitions import MAY_BE, SEP, Transition, line_of, never, watc
 from simulation.tries import draw_tries
 from simulation.world import World
 
-How: TypeAlias = Literal["", "plain", "guests", "small", "tight", "crowded", "tries", "pairs", "mixed"]
+How: TypeAlias = Literal["", "plain", "guests", "policies", "small", "tight", "crowded", "tries", "pairs", "mixed"]
 MIXED: tuple[How, ...] = ("tight", "crowded", "tries", "pairs", "small", "guests", "")
 DRAWS: dict[str, Callable[[int], Spec]] = {
     "small": draw_small,
@@ -50,7 +50,7 @@ def spec_for(seed: int, how: How = "") -> Spec:
         how = MIXED[seed % len(MIXED)]
     if how in DRAWS:
         return DRAWS[how](seed)
-    return draw(seed, how != "plain", how == "guests")
+    return draw(seed, how != "plain", how == "guests", how == "policies")
 
 
 def trial(spec: Spec, hears: Callable[..., None] | None = None) -> tuple[World, BaseException | None]:
@@ -147,6 +147,7 @@ def main() -> None:
     for kind, what in (
         ("plain", "without troubles: what old seeds meant"),
         ("guests", "with what others embed: dispatchers, resolvers, links"),
+        ("policies", "with policies that raise and answer nonsense, and unified ranks beside pairs"),
         ("small", "small worlds, where faults meet often"),
         ("tight", "small worlds whose faults meet a request at a moment of its life"),
         ("crowded", "small worlds of full ranks and long requests, whose processes lose several others at once"),

@@ -133,10 +133,12 @@ class Spec:
         return ["broker", *(f"controller-{n}" for n in range(self.controllers)), *(node.name for node in self.nodes)]
 
 
-def draw(seed: int, troubles: bool = True, guests: bool = False) -> Spec:
-    """The trial of `seed`; without `troubles` or `guests` as it was before these, for seeds that broke then."""
+def draw(seed: int, troubles: bool = True, guests: bool = False, policies: bool = False) -> Spec:
+    """The trial of `seed`; without `troubles`, `guests` or `policies` as it was before these, for seeds that broke
+    then."""
     spec = _plain(seed)
     spec = with_troubles(spec, random.Random(f"{seed} troubles")) if troubles else spec
+    spec = with_policies(spec, random.Random(f"{seed} policies")) if policies else spec
     return with_guests(spec, random.Random(f"{seed} guests")) if guests else spec
 
 
@@ -269,6 +271,17 @@ def _trouble(spec: Spec, rng: random.Random) -> list[Fault]:
         faults.append(Fault(round(at_s, 6), kind, first, round(rng.choice((0.5, 1.0, 2.0, 4.0, 8.0)), 6), second))
         at_s += rng.expovariate(1.0)
     return faults
+
+
+def with_policies(spec: Spec, rng: random.Random) -> Spec:
+    """The same world with policies of other people, which raise or answer nonsense at each point now and then. Pairs
+    may have unified ranks beside theirs, to which these policies send some."""
+    odd = {f"{role}_method": "odd_policies:Erratic" for role in ("prefill", "decode", "unified") if rng.random() < 0.8}
+    nodes = spec.nodes
+    if spec.paired and rng.random() < 0.8:
+        ranks = rng.choice((1, 2, 4))
+        nodes += (NodeSpec("unified-0", f"h{rng.randrange(spec.hosts)}", "unified", "unified", ranks, 0, ranks),)
+    return replace(spec, nodes=nodes, settings=tuple((dict(spec.settings) | odd).items()))
 
 
 def with_guests(spec: Spec, rng: random.Random) -> Spec:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bus.wire.messages import Ended, Submit
+from controller.costs import Costs
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 from controller.policies import Policy, PolicySettings
@@ -47,7 +48,8 @@ class Recorder(Policy):
 
 
 class Erratic(Recorder):
-    """Of its picks some raise, some are None, no rank or one that is gone; its hooks raise after they have heard."""
+    """Of its picks some raise, some are None, no rank or one that is gone; its hooks raise after they have heard, and
+    what else it decides is right, nonsense or raises."""
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)
@@ -58,6 +60,24 @@ class Erratic(Recorder):
         self._seen += [rank for rank in view if rank not in self._seen]
         odd: list[Any] = [None, 3, "rank", *self._seen, view.least(Metric.TURN)]
         return [lambda: 1 // 0, *(lambda it=it: it for it in odd)][self._rng.randrange(len(odd) + 1)]()
+
+    def begin(self, costs: Costs) -> None:
+        super().begin(costs)
+        raise LookupError("begin")
+
+    def admit(self, rank: RankLoad, request: Submit) -> bool:
+        return self._odd(self.costs.queued(rank) < 100, True)
+
+    def order(self, request: Submit, work: int, now: float) -> int:
+        return self._odd(-work, round(1e6 * now), 1 << 80, "first")
+
+    def prefill_here(self, rank: RankLoad, request: Submit) -> bool:
+        return self._odd(True, self.costs.cached(rank, request) > 0)
+
+    def _odd(self, *answers: Any) -> Any:
+        return [lambda: 1 // 0, lambda: None, *(lambda it=it: it for it in answers)][
+            self._rng.randrange(len(answers) + 2)
+        ]()
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
         super().dispatched(rank, request, now)

@@ -9,8 +9,9 @@ import pytest
 from controller_world import hello
 
 from bus.wire.messages import Load, Role
-from controller.late import DecodeStepModel, LateBinding, queued_tokens
+from controller.late import LateBinding
 from controller.load.table import LoadTable
+from controller.speeds import DecodeStepModel, queued_tokens
 from nodes.own.engines.timing import SimTiming
 
 
@@ -33,7 +34,7 @@ class Ranks:
         said = dict.fromkeys(("step", "running", "waiting", "waiting_tokens", "kv_tokens"), 0) | fields
         load = Load(seq=self.seq, kv_capacity=1000, max_running=4, **said)
         rank = self.table.ranks[instance, 0]
-        self.late.observe(rank, load, self.now)
+        self.late.speeds.observe(rank, load, self.now)
         self.table.apply(rank.key, rank.epoch, load, self.now)
 
     def first_token_s(self, instance: str, work: int) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from retained import retained
 
-from controller.requests.order import ArrivalOrder, SloOrder
+from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder
 
 SMALL = st.integers(1, 9)
 
@@ -16,10 +16,11 @@ SMALL = st.integers(1, 9)
 class Item:
     count = 0
 
-    def __init__(self, work: int, hopeful: bool = True) -> None:
+    def __init__(self, work: int, hopeful: bool = True, order: int = 0) -> None:
         Item.count += 1
         self.arrived = Item.count
         self.work = work
+        self.order = order
         self.hopeful = hopeful
 
 
@@ -62,6 +63,22 @@ def test_who_becomes_late_while_it_waits_steps_aside() -> None:
     assert order.head(hopeful)[1] is second, "once late is late for good"
     order.remove(second)
     assert drained(order) == [third, first]
+
+
+def test_a_policy_orders_by_its_numbers_then_by_arrival_and_whatever_the_time() -> None:
+    third, first, also, second = Item(1, order=9), Item(5, False, -4), Item(1, order=9), Item(9)
+    order = PolicyOrder[Item](1000)
+    for item in (third, first, also, second):
+        order.add(item)
+    assert drained(order) == [first, second, third, also]
+
+
+def test_a_policy_cannot_keep_anyone_back_by_more_than_the_bound() -> None:
+    last, *others = [Item(10, order=9 - number) for number in range(9)]
+    order = PolicyOrder[Item](30)
+    for item in (last, *others):
+        order.add(item)
+    assert drained(order).index(last) == 3
 
 
 def test_it_may_come_back_with_other_work() -> None:

@@ -1,0 +1,74 @@
+"""The costs that a policy may weigh: what waits where, how fast ranks are, who caches what. Read-only. This module owns
+nothing and computes nothing before it is asked; speeds are learnt from the first question on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.wire.hashing import unpack_hashes
+from bus.wire.messages import Model, Role, Submit
+from controller.load.groups import Subset, View
+from controller.load.rank import RankLoad
+from controller.speeds import queued_tokens
+
+if TYPE_CHECKING:
+    from controller.balancer import Balancer
+
+
+class Costs:
+    """The costs at the ranks of all roles, as one controller knows them: tokens and seconds. A figure is 0 where
+    nothing is known. `link_s_per_token`: the seconds that a KV token takes between two ranks."""
+
+    def __init__(self, link_s_per_token: float = 0.0) -> None:
+        self._link_s_per_token = link_s_per_token
+        self._balancers: dict[Role, Balancer] = {}
+
+    def add(self, role: Role, balancer: Balancer) -> None:
+        """Let `balancer` answer for the ranks of `role`. Policies do not call it."""
+        self._balancers[role] = balancer
+
+    def view(self, role: Role, model: Model = "") -> View:
+        """Return the ranks of a role, of one model where that is named."""
+        balancer = self._balancers.get(role)
+        return Subset(()) if balancer is None else balancer.table.group(role, model)
+
+    def queued(self, rank: RankLoad) -> int:
+        """Return the prompt tokens that wait at `rank` or are on their way there."""
+        return queued_tokens(rank)
+
+    def queued_by(self, role: Role, model: Model = "") -> int:
+        """Return the sum of `queued` over the candidates of a role. O(ranks)."""
+        return sum(queued_tokens(rank) for rank in self.view(role, model))
+
+    def cached(self, rank: RankLoad, request: Submit) -> int:
+        """Return the tokens of the request's prompt that `rank` caches, by the index of its role's policy
+        (`PrefixPolicy`), without the last one, which is always computed. O(blocks)."""
+        role, size = rank.info.role, request.block_tokens
+        balancer = self._balancers.get(role)
+        prefixes = None if balancer is None else balancer.policies[role].prefixes
+        if prefixes is None or not request.block_hashes or rank.info.block_tokens != size:
+            return 0
+        depth = prefixes.depth(rank.slot, unpack_hashes(request.block_hashes))
+        return min(depth * size, request.prompt_tokens - 1)
+
+    def pace(self, rank: RankLoad) -> float:
+        """Return the seconds of a rank's time for each prompt token that it computes, as reports of prefill and unified
+        ranks of its role and model show."""
+        balancer = self._balancers.get(rank.info.role)
+        return 0.0 if balancer is None else balancer.speeds().pace(rank)
+
+    def step_s(self, rank: RankLoad, tokens: int = 0) -> float:
+        """Return the seconds of a step of `rank` with what it has and one more request that holds `tokens`, by a model
+        fitted to the steps of its role and model."""
+        balancer = self._balancers.get(rank.info.role)
+        if balancer is None:
+            return 0.0
+        speeds = balancer.speeds()
+        speeds.learn_steps(rank.info.role)
+        return speeds.step_s(rank, rank.requests + 1, rank.tokens + tokens)
+
+    def link_s(self, source: RankLoad, target: RankLoad) -> float:
+        """Return the seconds that a KV token takes from `source` to `target`, with nothing else under way. Live it is
+        0, because no rank reports it."""
+        return 0.0 if source is target else self._link_s_per_token
