@@ -66,10 +66,10 @@ class Balancer:
         self._learns = _overriding("ended", policies)
         self._orders = _overriding("order", policies)
         self._prefills_here = _overriding("prefill_here", policies)
-        self._speeds = None if late is None else late.speeds  # None: nobody has asked for them
+        self._speeds = None if late is None else late.speeds  # None: not asked for yet
         costs = costs or Costs()
         for role, policy in policies.items():
-            costs.add(role, self)
+            costs.add(role, table, None if policy.prefixes is None else policy.prefixes.depth, self.speeds)
             policy.begin(costs)
         self.tick(now)  # what a policy expects for a while is counted from this time on
 

@@ -1,19 +1,26 @@
-"""The costs that a policy may weigh: what waits where, how fast ranks are, who caches what. Read-only. This module owns
+"""The costs that a policy may weigh: queues, speeds and cached tokens of ranks. Read-only. This module owns
 nothing and computes nothing before it is asked; speeds are learnt from the first question on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from bus.wire.hashing import unpack_hashes
 from bus.wire.messages import Model, Role, Submit
 from controller.load.groups import Subset, View
 from controller.load.rank import RankLoad
-from controller.speeds import queued_tokens
+from controller.load.table import LoadTable
+from controller.speeds import Speeds, queued_tokens
 
-if TYPE_CHECKING:
-    from controller.balancer import Balancer
+Depth: TypeAlias = Callable[[int, Sequence[int]], int]  # blocks at the head of a prompt that a slot's rank caches
+
+
+class _Known(NamedTuple):
+    table: LoadTable
+    depth: Depth | None
+    speeds: Callable[[], Speeds]
 
 
 class Costs:
@@ -22,16 +29,16 @@ class Costs:
 
     def __init__(self, link_s_per_token: float = 0.0) -> None:
         self._link_s_per_token = link_s_per_token
-        self._balancers: dict[Role, Balancer] = {}
+        self._of: dict[Role, _Known] = {}
 
-    def add(self, role: Role, balancer: Balancer) -> None:
-        """Let `balancer` answer for the ranks of `role`. Policies do not call it."""
-        self._balancers[role] = balancer
+    def add(self, role: Role, table: LoadTable, depth: Depth | None, speeds: Callable[[], Speeds]) -> None:
+        """Set where the figures of a role's ranks come from. Policies do not call it."""
+        self._of[role] = _Known(table, depth, speeds)
 
     def view(self, role: Role, model: Model = "") -> View:
         """Return the ranks of a role, of one model where that is named."""
-        balancer = self._balancers.get(role)
-        return Subset(()) if balancer is None else balancer.table.group(role, model)
+        known = self._of.get(role)
+        return Subset(()) if known is None else known.table.group(role, model)
 
     def queued(self, rank: RankLoad) -> int:
         """Return the prompt tokens that wait at `rank` or are on their way there."""
@@ -44,27 +51,25 @@ class Costs:
     def cached(self, rank: RankLoad, request: Submit) -> int:
         """Return the tokens of the request's prompt that `rank` caches, by the index of its role's policy
         (`PrefixPolicy`), without the last one, which is always computed. O(blocks)."""
-        role, size = rank.info.role, request.block_tokens
-        balancer = self._balancers.get(role)
-        prefixes = None if balancer is None else balancer.policies[role].prefixes
-        if prefixes is None or not request.block_hashes or rank.info.block_tokens != size:
+        known, size = self._of.get(rank.info.role), request.block_tokens
+        depth = None if known is None else known.depth
+        if depth is None or not request.block_hashes or rank.info.block_tokens != size:
             return 0
-        depth = prefixes.depth(rank.slot, unpack_hashes(request.block_hashes))
-        return min(depth * size, request.prompt_tokens - 1)
+        return min(depth(rank.slot, unpack_hashes(request.block_hashes)) * size, request.prompt_tokens - 1)
 
     def pace(self, rank: RankLoad) -> float:
         """Return the seconds of a rank's time for each prompt token that it computes, as reports of prefill and unified
         ranks of its role and model show."""
-        balancer = self._balancers.get(rank.info.role)
-        return 0.0 if balancer is None else balancer.speeds().pace(rank)
+        known = self._of.get(rank.info.role)
+        return 0.0 if known is None else known.speeds().pace(rank)
 
     def step_s(self, rank: RankLoad, tokens: int = 0) -> float:
         """Return the seconds of a step of `rank` with what it has and one more request that holds `tokens`, by a model
         fitted to the steps of its role and model."""
-        balancer = self._balancers.get(rank.info.role)
-        if balancer is None:
+        known = self._of.get(rank.info.role)
+        if known is None:
             return 0.0
-        speeds = balancer.speeds()
+        speeds = known.speeds()
         speeds.learn_steps(rank.info.role)
         return speeds.step_s(rank, rank.requests + 1, rank.tokens + tokens)
 

@@ -44,7 +44,7 @@ class Policy(Protocol):
     """What it knows of caches, where it keeps an index (`pdbus_controller_prefix_blocks` counts the entries)."""
 
     costs: Costs = Costs()
-    """What waits where, how fast ranks are, who caches what, for all roles; empty until `begin`."""
+    """Queues, speeds and cached tokens of the ranks of all roles; empty until `begin`."""
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         """Store the settings. A policy class is its own factory: it is called with the settings when the controller
@@ -61,7 +61,7 @@ class Policy(Protocol):
     def admit(self, rank: RankLoad, request: Submit) -> bool:
         """Return true if `request` may go now to `rank`, the one picked; false: it waits at the controller, and those
         behind it, and both methods are called again. An idle rank (`requests` is 0) takes requests without a call, so
-        none waits for ever."""
+        every request goes some time."""
         return True
 
     def order(self, request: Submit, work: int, now: float) -> int:
