@@ -421,7 +421,7 @@ class _Run:
         course = self.courses[number]
         request, tokens = course.request, course.request.prompt_tokens
         self.decode.arrive(course.decode_rank, tokens)
-        hashes = list(self.kept_hashes[number]) if self.config.decode_cache else []
+        hashes = self.kept_hashes[number] if self.config.decode_cache else array("Q")
         leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=hashes)
         self.decode.ranks[course.decode_rank].ingest(leg, self.owner[number] + 1, charge)
 
