@@ -104,7 +104,7 @@ WATCHED = (
     Watched(
         "rank of itself", LinkedRank, "_set_state",
         lambda it, state: (it.state, "said"), lambda result, it, state: state,
-        _states("rank of itself", get_args(NodeState)),
+        _states("rank of itself", set(get_args(NodeState)) - {"starting", "ready"}),  # in which it begins
     ),
     Watched(
         "what becomes of a failed try", controller.requests.life, "verdict",
