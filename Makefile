@@ -164,8 +164,8 @@ test-vllm-front: ## vLLM's own API server in front of the bus: every API, refusa
 	@echo "==> pytest tests/real_vllm/test_front_*.py"
 	@$(FRONT) $(foreach part,fields core live parsers clients ends kills,tests/real_vllm/test_front_$(part).py)
 
-test-vllm-front-long: ## The rest of it: libraries by docs/agents.md, reasoning on a real rank, the benchmark (5 minutes)
-	@$(FRONT) $(foreach part,agents reasoning bench,tests/real_vllm/test_front_$(part).py)
+test-vllm-front-long: ## The rest of it: libraries by docs/agents.md, real ranks (tool loops, reasoning), the benchmark (10 minutes)
+	@$(FRONT) $(foreach part,agents loop reasoning bench,tests/real_vllm/test_front_$(part).py)
 
 test-coders: ## Claude Code, Codex and aider against vLLM's own server in front of the bus (needs npm; installs 1.5 GB)
 	@echo "==> pytest tests/real_vllm/test_coders.py"

@@ -11,9 +11,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from front_server import unmodified
+from loops import SERVER, check, loop
 from real_engines import (
     BLOCK,
     DECODE,
@@ -39,6 +42,7 @@ from bus.errors import RequestFailed
 from bus.runtime.sockets import Sockets
 from bus.wire.hashing import block_hashes
 from bus.wire.kv_events import BlockStored, parse_batch, split_frames
+from nodes.vllm.smollm2 import hugging_face
 from pdbus.client import Client
 from pdbus.launcher import Cluster
 from pdbus.text.models import text_for
@@ -115,6 +119,13 @@ def test_prefixes_are_announced(cluster: Cluster, client: Client) -> None:
     assert seen >= set(names)
     counts = client.status().counts
     assert not {"kv_gaps", "kv_blocks_unnamed", "kv_blocks_elsewhere", "kv_unreadable"} & counts.keys()
+
+
+def test_an_agents_loop_of_forced_calls_runs_through_vllm_serve(cluster: Cluster, tmp_path: Path) -> None:
+    """OpenAI's client with streaming, and an unmodified `vllm serve` by its plugin; `test_front_loop.py` has the other
+    clients, beside one engine alone."""
+    with unmodified(hugging_face(), tmp_path, *SERVER, PDBUS_VLLM_CONTROLLER=cluster.controller) as served:
+        check(loop("openai-chat", served))
 
 
 def test_a_cancelled_request_is_gone_from_both_engines(cluster: Cluster, client: Client, alone: list[Alone]) -> None:
