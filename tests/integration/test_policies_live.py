@@ -17,6 +17,7 @@ from pdbus.launcher import Cluster
 Factory = Callable[..., Cluster]
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'two_choices.py'}:TwoChoices"
+FEW_HERE = f"{ROOT / 'examples' / 'where_to_prefill.py'}:FewHere"
 SUPPORT = ROOT / "tests" / "support"
 
 
@@ -49,6 +50,21 @@ def test_a_client_sends_hashes_to_a_policy_it_has_never_heard_of(pdbus_cluster: 
             settled(client.status)
         assert len({result.decode for result in results}) == 1
         assert len({result.decode for result in run_some(client, 12)}) == 2
+
+
+def test_a_short_prompt_of_a_pair_is_computed_where_it_decodes_if_its_policy_says_so(pdbus_cluster: Factory) -> None:
+    cluster = pdbus_cluster(prefill=1, decode=1, unified=1, unified_method=FEW_HERE)
+    with cluster.client() as client:
+        short, long = (list(range(3, 3 + tokens)) for tokens in (40, 1100))
+        alone, pair = (client.generate_tokens(prompt, max_tokens=4).result for prompt in (short, long))
+        assert alone.prefill is None
+        assert pair.prefill is not None
+        assert alone.decode is not None
+        assert {rank.role for rank in client.status().ranks if rank.instance == alone.decode.instance} == {"unified"}
+        there = client.generate_tokens(short, max_tokens=4, disagg_prefill_dp_rank=0, routed_dp_rank=0).result
+        assert there.prefill is not None, "its caller named the ranks"
+        assert there.ids == alone.ids
+        assert "policy_faults" not in settled(client.status).counts
 
 
 def test_a_policy_that_breaks_costs_no_request(pdbus_cluster: Factory, tmp_path: Path) -> None:
