@@ -79,7 +79,6 @@ UNTYPED = {
     "pip install -c constraints.txt": "a fresh machine; make test-dist installs the wheel and the sdist",
     "pdbus calibrate": "a GPU with vLLM and a model",
     "make bench": "two idle cores for six minutes",
-    "pdbus anchors": "the traces, which are not ours to hand out, and two idle cores for ten minutes",
     "pdbus replay azure_code.csv": "the traces, which are not ours to hand out, and two idle cores for an hour",
     "pdbus replay --duration-s 150": "two idle cores for ten minutes; one of its two blocks the trace, too",
     "ray start --head": "machines of a Ray cluster with GPUs; make test-ray has a played one",
