@@ -117,8 +117,8 @@ def anthropic(url: str, loop: Loop) -> None:
                 pass
             message = stream.get_final_message()
         usage = message.usage
-        cached = usage.cache_read_input_tokens or 0
-        loop.tokens.append((usage.input_tokens + cached, cached, usage.output_tokens))
+        cached, created = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
+        loop.tokens.append((usage.input_tokens + cached + created, cached, usage.output_tokens))
         messages.append({"role": "assistant", "content": message.content})
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": loop.result(block.name, block.input)}
