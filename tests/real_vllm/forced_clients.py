@@ -61,7 +61,8 @@ def openai_chat(url: str, loop: Loop) -> None:
             for _ in stream:
                 pass
             completion = stream.get_final_completion()
-        message, usage = completion.choices[0].message, completion.usage
+        message: Any = completion.choices[0].message
+        usage: Any = completion.usage
         loop.tokens.append((usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens))
         messages.append(message)
         for call in message.tool_calls or ():
@@ -88,7 +89,7 @@ def openai_responses(url: str, loop: Loop) -> None:
             if event.type in ("response.completed", "response.incomplete"):
                 final = event.response
         assert final is not None
-        usage = final.usage
+        usage: Any = final.usage
         loop.tokens.append((usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens))
         items += [item.model_dump(exclude_none=True) for item in final.output]
         for item in final.output:
@@ -116,7 +117,7 @@ def anthropic(url: str, loop: Loop) -> None:
             for _ in stream:
                 pass
             message = stream.get_final_message()
-        usage = message.usage
+        usage: Any = message.usage
         cached, created = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
         loop.tokens.append((usage.input_tokens + cached + created, cached, usage.output_tokens))
         messages.append({"role": "assistant", "content": message.content})
@@ -135,8 +136,7 @@ def langchain(url: str, loop: Loop) -> None:
     from langchain_core.tools import StructuredTool
     from langchain_openai import ChatOpenAI
 
-    @wrap_model_call
-    def chosen(request: Any, handler: Any) -> Any:
+    def choose(request: Any, handler: Any) -> Any:
         called = sum(message.type == "tool" for message in request.messages)
         return handler(request.override(tool_choice=CHOICES[called], model_settings={"parallel_tool_calls": False}))
 
@@ -151,7 +151,7 @@ def langchain(url: str, loop: Loop) -> None:
         model=MODEL, base_url=f"{url}/v1", api_key=KEY, streaming=True, stream_usage=True, temperature=0,
         max_completion_tokens=MOST,
     )  # fmt: skip
-    agent = create_agent(model, tools, middleware=[chosen])
+    agent = create_agent(model, tools, middleware=[wrap_model_call(choose)])
     states = list(agent.stream({"messages": [{"role": "user", "content": loop.question}]}, stream_mode="values"))
     messages: list[Any] = states[-1]["messages"]
     for message in messages:
