@@ -187,7 +187,8 @@ class ClientCore:
             return []
         request.move_at(key, Event.ACCEPTED)
         request.ran, request.no_rank_at = True, None
-        request.prefill = message.prefill or request.prefill
+        if message.prefill is not None or len(request.submits) == 1:  # of two controllers each names its own leg's
+            request.prefill = message.prefill
         if message.rid != request.rid or is_repeat or not request.takes(Event.ACCEPTED):
             return []
         if len(request.ids) > request.offset and (attempt, message.decode) != (request.attached, request.decode):

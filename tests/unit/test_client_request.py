@@ -108,6 +108,15 @@ def test_an_undisturbed_request() -> None:
     assert len(d.core) == 0
 
 
+def test_a_pair_that_is_begun_again_on_a_unified_rank_has_no_prefill_rank() -> None:
+    d = Driver()
+    d.accept()
+    d.receive(Accepted("r", 2, 9, None, RANK_1))
+    d.tokens(0, 10, 11, finish="length", attempt=2, peer=RANK_1.endpoint)
+    assert d.result is not None
+    assert (d.result.prefill, d.result.decode) == (None, RANK_1)
+
+
 def test_the_answer_to_our_own_cancel_is_none_to_the_next_attempt() -> None:
     """Its controller had tried again by itself, and so had given its attempt the number that ours has next."""
     d = Driver()
