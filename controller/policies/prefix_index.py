@@ -108,11 +108,11 @@ class PrefixIndex:
             named = named[:bound]
         expires = self._now + (self._confirm_s if rank.speaks else self._expect_s)
         held = rank.blocks.get
-        fresh = tuple(each for each in named if (until := held(each)) != expires and until != CONFIRMED)
-        if not fresh:
+        if {*map(held, named)} <= {expires, CONFIRMED}:  # it knows all of them
             self._holders.add(rank.bit, named)  # joins what events named one by one
             self._touch(rank, named)
             return
+        fresh = tuple([each for each in named if (until := held(each)) != expires and until != CONFIRMED])
         self._put(rank, fresh, expires)
         self._touch(rank, named)
         self._order += 1

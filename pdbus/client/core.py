@@ -187,8 +187,10 @@ class ClientCore:
             return []
         request.move_at(key, Event.ACCEPTED)
         request.ran, request.no_rank_at = True, None
-        if message.prefill is not None or len(request.submits) == 1:  # of two controllers each names its own leg's
+        if message.prefill is not None:
             request.prefill = message.prefill
+        elif request.prefill is not None and len(request.submits) == 1:  # of two controllers one names decode alone
+            request.prefill = None
         if message.rid != request.rid or is_repeat or not request.takes(Event.ACCEPTED):
             return []
         if len(request.ids) > request.offset and (attempt, message.decode) != (request.attached, request.decode):
