@@ -184,6 +184,11 @@ def test_a_second_start_of_a_rank_takes_its_place_and_the_first_leaves_with_4(st
     assert said.endswith(f"error: {role}/1 was started again elsewhere (epoch {epoch}); this one leaves")
     stack.until_ended(20)
     for rid, prompt in prompts.items():
-        assert isinstance(stack.ends[rid], Done), stack.ends[rid]
-        assert stack.tokens[rid] == sim_generate(prompt, 60, VOCAB)
+        end, tokens = stack.ends[rid], stack.tokens.get(rid, [])
+        if isinstance(end, Failed) and role == "decode":  # it had not finished; a client goes on elsewhere
+            assert (end.code, end.retryable) == ("peer_lost", True), end
+            assert tokens == sim_generate(prompt, 60, VOCAB)[: len(tokens)]
+        else:
+            assert isinstance(end, Done), end
+            assert tokens == sim_generate(prompt, 60, VOCAB)
     assert again.poll() is None
