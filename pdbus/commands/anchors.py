@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.errors import ConfigError
-from pdbus.commands.lab import option, run_virtual
+from pdbus.commands.lab import option, run_virtual, table_console, write_json
 from pdbus.lab.anchors import Row, Side, Traces, anchors, cpu_s, measure
 from pdbus.lab.plots import prepare, write_anchors
 from pdbus.lab.tables import Column, written
@@ -76,15 +76,10 @@ def command(names: Sequence[str], **options: Any) -> None:
     elif options["markdown"]:
         click.echo(markdown_of(rows))
     else:
-        terminal = Console()
-        width = terminal.width if terminal.is_terminal or "COLUMNS" in os.environ else WIDTH
-        Console(width=width).print(table_of(rows, len(seeds)))
+        table_console(WIDTH).print(table_of(rows, len(seeds)))
     if out is not None:
         write_anchors(rows, out / "anchors.png", f"{len(seeds)} seeds, from {seeds[0]} on")
-        try:
-            (out / "anchors.json").write_text(json.dumps(data, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {out / 'anchors.json'}: {error.strerror}") from None
+        write_json(out / "anchors.json", data)
         console.print(f"wrote {out / 'anchors.png'}, {out / 'anchors.json'}")
 
 

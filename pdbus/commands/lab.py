@@ -1,8 +1,10 @@
-"""The common part of `pdbus replay` and `pdbus plan`: options for the lab's settings, traces (recorded or generated
-requests), and runs with progress."""
+"""The common part of `pdbus replay`, `plan` and `anchors`: options for the lab's settings, traces (recorded or
+generated requests), runs with progress, and output."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,3 +112,17 @@ def traces_of(path: Path | None, duration_s: float | None, seeds: range, session
         raise ConfigError(f"--sessions is for generated ones: {path} has its own")
     found = read_trace(path)
     return [found if duration_s is None or not found.timed else found.first(duration_s)] * len(seeds)
+
+
+def table_console(width: int) -> Console:
+    """Return a console for tables on stdout: as wide as the terminal or COLUMNS, else `width` characters."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=width)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` to a file for people and programs. ConfigError in one line if that fails."""
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -14,7 +14,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bus.errors import ConfigError
 from bus.runtime import cli
 from controller.config import ControllerConfig
 from pdbus.commands.lab import (
@@ -22,10 +21,12 @@ from pdbus.commands.lab import (
     option,
     run_virtual,
     setting,
+    table_console,
     timing_option,
     timing_settings,
     traces_of,
     transfer_options,
+    write_json,
 )
 from pdbus.lab.config import LabConfig
 from pdbus.lab.plan import Found, Plan
@@ -104,17 +105,13 @@ def plan(trace: Path | None, **options: Any) -> None:
         click.echo(json.dumps(data))
     else:
         best = found.tried[0]
-        terminal = Console()
-        width = terminal.width if terminal.is_terminal or "COLUMNS" in os.environ else WIDE
-        Console(width=width).print(table_of(found, _SHOWN if width >= WIDE else _SHOWN[:3]))
+        shown = table_console(WIDE)
+        shown.print(table_of(found, _SHOWN if shown.width >= WIDE else _SHOWN[:3]))
         click.echo(f"{best.choice} keeps {_cell('slo_attainment', best)} of the requests. To run it:")
         click.echo(f"  {command_of(best, config)}")
     if out is not None:
         write_plan(found, out / "plan.png", f"{traces[0].name}, {len(traces[0]):,} requests, {options['ranks']} ranks")
-        try:
-            (out / "plan.json").write_text(json.dumps(data, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {out / 'plan.json'}: {error.strerror}") from None
+        write_json(out / "plan.json", data)
         console.print(f"wrote {out / 'plan.png'}, {out / 'plan.json'}")
 
 

@@ -22,10 +22,12 @@ from pdbus.commands.lab import (
     option,
     run_virtual,
     setting,
+    table_console,
     timing_option,
     timing_settings,
     traces_of,
     transfer_options,
+    write_json,
 )
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, Run, result_of, row_of
@@ -192,13 +194,12 @@ def _show(results: list[Result], title: str, found: dict[str, Any], options: dic
     elif options["markdown"]:
         click.echo(markdown_of(results))
     else:
-        terminal = Console()
-        width = terminal.width if terminal.is_terminal or "COLUMNS" in os.environ else WIDTH
-        Console(width=width).print(table_of(results, title, width))
+        shown = table_console(WIDTH)
+        shown.print(table_of(results, title, shown.width))
     if options["out"] is not None:
         paths = write_plots(results, options["out"], title)
         table = options["out"] / "replay.json"
-        table.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(table, found)
         console.print("wrote " + ", ".join(map(str, [*paths, table])))
 
 

@@ -26,7 +26,7 @@ MUTATIONS = (
              "controller.load.table:LoadTable.counters", "rank.sent + rank.skew)", "rank.sent)", seed=2679),
     Mutation("orphans", "legs go on though nobody wants them",
              "controller.requests.losses:Losses.returned", "self.unclear.given_up(running)", "()", seed=9, how="crowded"),
-    Mutation("late-orphans", "what a rank runs that comes back late to a restarted controller goes on, read by nobody",
+    Mutation("late-orphans", "a leg goes on that no client reads, at a rank that says hello late to a restarted controller",
              "controller.requests.losses:Losses.returned", "self._attempts.fence_late(rank, rid, out)", "pass", seed=54, how="tries"),
     Mutation("untold-cancels", "a cancel that met a dead connection is forgotten",
              "controller.requests.losses:Losses.untold", "if not cancel.if_unfetched:", "if False:", seed=14, how="crowded"),

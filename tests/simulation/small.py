@@ -123,7 +123,7 @@ def draw_fault(
     spec: Spec, at_s: float, kind: Kind, victims: list[str], roles: dict[str, str], rng: random.Random
 ) -> Fault | None:
     """Return a fault of this kind, at one of `victims` if it may befall one of these. `roles`: of all processes, by
-    name. None: nobody whom it may befall."""
+    name. None: the fault cannot happen to any of them."""
     of = dict.fromkeys(("drain", "hang", "fail_steps", "twice", "damage", "drop"), "node")
     of |= {"leave": "controller", "crash": "node controller broker client", "revoke": "node client"}
     may = [name for name, role in roles.items() if role in of.get(kind, role)]

@@ -2,7 +2,7 @@
 
 What may be is read from the code: from the tables of cores that have one, else from the states or answers that a type
 names, each of which has to be entered or given at least once. Parts are watched where they take a transition, and only
-while somebody asks.
+while they are asked for.
 """
 
 from __future__ import annotations

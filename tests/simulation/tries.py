@@ -75,7 +75,8 @@ def _comes_late(spec: Spec, rng: random.Random) -> Spec:
 
 
 def _plain_one(spec: Spec, number: int, max_tokens: int) -> tuple[Spec, RequestSpec]:
-    """Return the trial with one of its requests changed: nobody gives it up, and its rid is its own."""
+    """Return the trial with one of its requests changed: its client does not give it up, and no other request has its
+    rid."""
     requests = list(spec.requests)
     requests[number] = replace(
         requests[number], rid="", max_tokens=max_tokens, cancel_s=0.0, deadline_s=0.0, prefill_controller=-1

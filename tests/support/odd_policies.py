@@ -48,8 +48,8 @@ class Recorder(Policy):
 
 
 class Erratic(Recorder):
-    """Of its picks some raise, some are None, no rank or one that is gone; its hooks raise after they have heard, and
-    what else it decides is right, nonsense or raises."""
+    """A policy with faults. Some picks raise, others return None, no rank, or a rank that is gone. Its hooks record
+    their call and then raise. Its other decisions are right, or nonsense, or raise."""
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)

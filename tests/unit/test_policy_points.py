@@ -369,7 +369,8 @@ def test_a_policy_that_admits_for_decode_ranks_loses_nothing(mine: Any, settings
 
 
 def test_a_decode_rank_that_computes_a_prompt_is_the_sum_of_its_steps(mine: Any) -> None:
-    """As at a unified rank: three chunks, then nine steps of a row each; nothing moves."""
+    """The steps are those of a unified rank: three chunks, then nine steps with one row each. No KV cache is
+    transferred."""
     config = replace(PAIR, decode_method=mine("def prefill_here(self, rank, request):\n        return True"))
     outcome = simulate(Trace("t", (TraceRequest(0.0, 150, 10), FAR), 16), "round_robin", config)
     course = outcome.courses[0]
