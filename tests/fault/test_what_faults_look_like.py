@@ -135,10 +135,14 @@ def scene(cluster: Cluster) -> Iterator[Scene]:
             yield Scene(live, exits)
         for part in cluster.poll():
             cluster.restart(part)
-        for rank in live.status().ranks:
-            if rank.state == "hung":
-                cluster.restart(f"{rank.instance}/{rank.dp_rank}")
-        live.idle()
+
+        def restart_hung() -> None:
+            """The controller may have given what hangs an engine to a second one, which is found to hang later."""
+            for rank in live.status().ranks:
+                if rank.state == "hung":
+                    cluster.restart(f"{rank.instance}/{rank.dp_rank}")
+
+        live.idle(restart_hung)
 
 
 def killed_while(role: str) -> Callable[[Scene], None]:

@@ -123,10 +123,12 @@ class Rig:
         self.until(looked, f"a {role} rank has {rid}")
         return found[0] if found else ""
 
-    def idle(self) -> None:
-        """Until every part is there, ready, and holds nothing: no request, no run slot, no KV token."""
+    def idle(self, mend: Callable[[], object] = lambda: None) -> None:
+        """Until every part is there, ready, and holds nothing: no request, no run slot, no KV token. `mend` is called
+        before each look."""
 
         def nothing() -> bool:
+            mend()
             status = self.status()
             names = {f"{rank.instance}/{rank.dp_rank}" for rank in status.ranks if rank.state == "ready"}
             wanted = {name for name, child in self.cluster.children.items() if child.spec.kind == "node"}
