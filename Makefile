@@ -181,7 +181,7 @@ test-gpu: ## vLLM on this machine's GPUs: MODEL=DIR [MOE=DIR HYBRID=DIR FULL=1 R
 		$(if $(MODEL),--model '$(MODEL)') $(if $(MOE),--moe '$(MOE)') $(if $(HYBRID),--hybrid '$(HYBRID)') \
 		$(if $(HOST),--host '$(HOST)') $(if $(JOIN),--join '$(JOIN)') $(if $(ROWS),--rows $(ROWS))
 
-test-gpu-cpu: ## The rows of test-gpu that a CPU can decide, with tiny random models (two minutes)
+test-gpu-cpu: ## The rows of test-gpu that a CPU can decide, with tiny random models (minutes)
 	@echo "==> tests/gpu/run.py"
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
 		PYTHONPATH=$(CURDIR) $$vllm -P tests/gpu/run.py --out $(OUT)/test-gpu --cpu --rows 1 3 4 5 7 8 --at-least 6
