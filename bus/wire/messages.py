@@ -878,6 +878,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
     ] = ()  # where the reader's `attach` of each says `several`
     # if asked for, one for each prompt token from the second on, with the first output tokens
     prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_LOGPROBS_PER_MESSAGE)] = ()
+    written_tokens: Count = 0  # as `cached_tokens`: how much of the prompt was computed and written to the prefix cache
 
 
 class Detach(Message, frozen=True, tag="detach"):
@@ -919,6 +920,7 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
     cached_tokens: Count = 0  # how much of the prompt came from the prefix cache
     first_logprobs: TokenLogprobs | None = None  # of `first_token`, if they were asked for and decode streams it
     client: KeyName = ""  # as in `kv_pull`
+    written_tokens: Count = 0  # how much of the prompt was computed and written to the prefix cache
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):

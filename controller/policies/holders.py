@@ -133,9 +133,15 @@ class Holders:
 
     def _new(self, hashes: array[int], start: int, bit: int) -> tuple[_Run, int]:
         """Return a new run of `hashes` from `start` to the next that has a holder, and its length."""
-        run = _Run(array("Q"), bit)
-        append, runs = run.hashes.append, self._runs
-        for block_hash in hashes[start : start + self._longest]:
+        named, runs = hashes[start : start + self._longest], self._runs
+        run = _Run(named, bit)
+        entries = dict.fromkeys(named, run)
+        if len(entries) == len(named) and runs.keys().isdisjoint(named):  # nearly always: all of it at once, in C
+            runs.update(entries)
+            return run, len(named)
+        run.hashes = array("Q")
+        append = run.hashes.append
+        for block_hash in named:
             if block_hash in runs:
                 break
             runs[block_hash] = run

@@ -108,13 +108,18 @@ class PrefixIndex:
             named = named[:bound]
         expires = self._now + (self._confirm_s if rank.speaks else self._expect_s)
         held = rank.blocks.get
-        if {*map(held, named)} <= {expires, CONFIRMED}:  # it knows all of them
+        ends = {*map(held, named)}
+        if ends <= {expires, CONFIRMED}:  # it knows all of them
             self._holders.add(rank.bit, named)  # joins what events named one by one
             self._touch(rank, named)
             return
-        fresh = tuple([each for each in named if (until := held(each)) != expires and until != CONFIRMED])
-        self._put(rank, fresh, expires)
-        self._touch(rank, named)
+        if ends == {None}:  # it knows none of them
+            fresh = tuple(named)
+            self._put(rank, fresh, expires)
+        else:
+            fresh = tuple([each for each in named if (until := held(each)) != expires and until != CONFIRMED])
+            self._put(rank, fresh, expires)
+            self._touch(rank, named)
         self._order += 1
         self._expiring += len(fresh)
         expectation = _Expectation(expires, rank, fresh)
@@ -208,7 +213,8 @@ class PrefixIndex:
         """Add all blocks to the rank's."""
         self._holders.add(rank.bit, as_array(hashes))
         if len(rank.blocks) > self._max_blocks:
-            self._drop(rank, [*islice(rank.blocks, len(rank.blocks) - self._max_blocks)])
+            oldest = [*islice(rank.blocks, len(rank.blocks) - self._max_blocks)]
+            self._drop(rank, oldest[::-1])  # in the order of their prompts
 
     def _drop(self, rank: _Rank, hashes: Sequence[int]) -> None:
         for block_hash in hashes:

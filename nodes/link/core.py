@@ -229,7 +229,7 @@ class RankCore:
             return []
         match event:
             case Began():
-                leg.cached_tokens = event.cached_tokens
+                leg.cached_tokens, leg.written_tokens = event.cached_tokens, event.written_tokens
                 leg.add_event("began", now, f"{event.cached_tokens} tokens cached" if event.cached_tokens else "")
             case PromptLogprobs():
                 leg.prompt_logprobs = event.logprobs

@@ -206,10 +206,10 @@ class RankLink(Service):
             self.raise_if_failed()
         return orders
 
-    def began(self, leg: Leg, cached_tokens: int = 0) -> None:
-        """Report that a leg's computation has begun; `cached_tokens` of its prompt came from the prefix cache.
-        Optional: its first output implies it."""
-        self._enqueue(leg, lambda: Began(leg, index(cached_tokens)))
+    def began(self, leg: Leg, cached_tokens: int = 0, written_tokens: int = 0) -> None:
+        """Report that a leg's computation has begun; `cached_tokens` of its prompt came from the prefix cache, and
+        `written_tokens` of the others are written to it. Optional: its first output implies it."""
+        self._enqueue(leg, lambda: Began(leg, index(cached_tokens), index(written_tokens)))
 
     def output(
         self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]] = ()

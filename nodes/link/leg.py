@@ -115,6 +115,7 @@ class Leg:
     started: bool = False  # its first output exists
     first_token_s: float = 0.0  # from `ingested_at`
     cached_tokens: int = 0  # of the prompt, in the prefix cache
+    written_tokens: int = 0  # of the prompt, computed and written to the prefix cache
     found_by: FoundBy = ""  # how its prefill rank was found
 
     # how it ended, in the words of its reader
@@ -142,6 +143,7 @@ class Leg:
     paired: bool = False  # its controller dispatched the prefill leg too, under the same attempt
     kv_attempt: int = 0  # under which the room was registered
     cached_at_prefill: int = 0  # of the prompt, as the prefill rank says
+    written_at_prefill: int = 0  # the same
     kv_wanted: bool = False  # the prefill rank has been asked and not been told that we are done
     asked_at: float = 0.0  # when the prefill rank was asked last
     asks: list[float] = field(default_factory=list)  # when it was asked for the handle, each time
@@ -314,7 +316,8 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
     if len(frames[0]) != 4 * dispatch.prompt_tokens:
         raise Refusal("bad_message", f"{len(frames[0])} prompt bytes for {dispatch.prompt_tokens} tokens")
     prompt = tokens_of(frames[0])
-    if min(prompt) < 0 or (facts.vocab_size and max(prompt) >= facts.vocab_size):
+    negative = not frames[0][3::4].isascii()  # an id has its highest bit set; faster than min()
+    if negative or (facts.vocab_size and max(prompt) >= facts.vocab_size):
         raise Refusal("bad_message", f"a token id outside 0..{(facts.vocab_size or 1 << 31) - 1}")
     return prompt, params
 

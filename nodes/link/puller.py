@@ -183,7 +183,7 @@ class KvPuller:
         leg.handle = KvHandle(
             leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until, meta.first_logprobs
         )
-        leg.cached_at_prefill = meta.cached_tokens
+        leg.cached_at_prefill, leg.written_at_prefill = meta.cached_tokens, meta.written_tokens
         self._waits_no_more(leg)
         leg.step("handed")
         leg.add_event("handed", now)

@@ -26,10 +26,12 @@ from nodes.link.leg import Leg
 
 
 class Began(Struct, frozen=True):
-    """A leg's computation has begun; `cached_tokens` of its prompt came from the prefix cache."""
+    """A leg's computation has begun; `cached_tokens` of its prompt came from the prefix cache, and `written_tokens` of
+    the others are written to it."""
 
     leg: Leg
     cached_tokens: int = 0
+    written_tokens: int = 0
 
 
 class Output(Struct, frozen=True):

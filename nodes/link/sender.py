@@ -183,6 +183,7 @@ class KvSender:
             facts.kv_layout, valid_s=0.0 if leg.valid_until == FOR_EVER else max(0.001, leg.valid_until - now),
             asked=leg.pullers.get(peer, 0),
             cached_tokens=leg.cached_tokens,
+            written_tokens=leg.written_tokens,
             first_logprobs=leg.first_logprobs,
             client=leg.client,
         )  # fmt: skip

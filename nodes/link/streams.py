@@ -299,18 +299,21 @@ class Streams:
         if first and not leg.finish:
             return Tokens(leg.rid, leg.attempt, start, ids, found_by=leg.found_by, logprobs=logprobs)
         found_by = leg.found_by if leg.output else ""
-        cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
+        cached, written = leg.cached_tokens, leg.written_tokens
+        if leg.role == "decode":
+            cached, written = leg.cached_at_prefill, leg.written_at_prefill
         of_prompt = leg.prompt_logprobs if not first else ()
         if not leg.finish or leg.sent < leg.produced:
-            early = cached if not first and ids else 0  # with the first tokens, as some readers state it before the end
+            if first or not ids:  # with the first tokens, as some readers state it before the end
+                cached = written = 0
             return Tokens(
-                leg.rid, leg.attempt, start, ids, found_by=found_by, cached_tokens=early, logprobs=logprobs,
-                prompt_logprobs=of_prompt,
+                leg.rid, leg.attempt, start, ids, found_by=found_by, cached_tokens=cached, logprobs=logprobs,
+                prompt_logprobs=of_prompt, written_tokens=written,
             )  # fmt: skip
         leg.finish_sent = True
         return Tokens(
             leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs,
-            prompt_logprobs=of_prompt,
+            prompt_logprobs=of_prompt, written_tokens=written,
         )  # fmt: skip
 
     def _keep_early(self, rid: str, keep: Callable[[_Early], bool]) -> None:

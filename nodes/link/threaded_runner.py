@@ -235,9 +235,12 @@ def _why_invalid(event: LegEvent, facts: RankFacts) -> str:
             if len(logprobs) != wanted or leg.output:
                 return f"log probabilities of {len(logprobs)} prompt tokens, {wanted} wanted before the output"
             return _why_invalid_likeliest(logprobs, leg.params.prompt_logprobs, vocab)
-        case Began(leg, cached_tokens):
+        case Began(leg, cached_tokens, written_tokens):
             prompt = leg.prompt_tokens
-            return "" if 0 <= cached_tokens <= prompt else f"{cached_tokens} cached tokens of a prompt of {prompt}"
+            if not 0 <= cached_tokens <= prompt:
+                return f"{cached_tokens} cached tokens of a prompt of {prompt}"
+            left = prompt - cached_tokens
+            return "" if 0 <= written_tokens <= left else f"{written_tokens} written tokens of {left} not cached"
         case Held(leg, first_token, handle, valid_s):
             if leg.role != "prefill" or leg.state is not LegState.RUNNING:
                 return "a leg that is no prefill leg, or that is held already"

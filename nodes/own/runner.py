@@ -149,7 +149,8 @@ class OwnRunner:
         while begun:
             sequence = begun.popleft()
             assert sequence.leg is not None
-            self._emit(Began(sequence.leg, sequence.cached_tokens))
+            full = len(sequence.prompt) // self.facts.block_tokens * self.facts.block_tokens
+            self._emit(Began(sequence.leg, sequence.cached_tokens, full - sequence.cached_tokens))
         if self._kv_events is not None and (events := self.scheduler.pool.take_events()):
             self._emit(CacheChanged(self._kv_events.messages(events, time.time())))
 

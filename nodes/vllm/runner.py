@@ -215,7 +215,7 @@ class VllmRunner(ThreadedRunner):
             raise RuntimeError(f"vLLM handed no KV cache over: its request ended with {how}")
         stamped = getattr(out.metrics, "last_token_ts", 0.0)
         ended = stamped - STAMP_S if began <= stamped <= self._clock() else began
-        self._enqueue(Began(leg, out.num_cached_tokens or 0))
+        self._enqueue(_began(leg, out))
         handle = codec.pack(out.kv_transfer_params)
         self._enqueue(Held(leg, out.outputs[0].token_ids[0], handle, ended + self._lease_s))
 
@@ -232,7 +232,7 @@ class VllmRunner(ThreadedRunner):
                         if self._clock() >= handle.valid_until:
                             raise Refusal("kv_failed", "the KV cache came so late that it may be another prompt's")
                         self._enqueue(Fetched(leg, self._clock() - began))
-                    self._enqueue(Began(leg, 0 if handle is not None else out.num_cached_tokens or 0))
+                    self._enqueue(Began(leg) if handle is not None else _began(leg, out))
                     if leg.params.prompt_logprobs >= 0 and not leg.offset:
                         likely = out.prompt_logprobs[1:]  # the first is None
                         found = _likelihoods(leg.prompt.tolist()[1:], likely, leg.params.prompt_logprobs)
@@ -246,6 +246,11 @@ class VllmRunner(ThreadedRunner):
                     if handle is not None and not came:
                         raise Refusal("kv_failed", f"vLLM did not fetch the KV cache ({reason})")
                     raise Refusal("engine_failed", f"vLLM gave the request up ({reason})")
+
+
+def _began(leg: Leg, output: Any) -> Began:
+    """Return the event of a prompt that this engine has computed. An older vLLM does not say what it has written."""
+    return Began(leg, output.num_cached_tokens or 0, getattr(output, "num_cache_creation_tokens", None) or 0)
 
 
 def _logprobs(completion: Any, top: int) -> list[TokenLogprobs]:

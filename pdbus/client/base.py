@@ -181,6 +181,12 @@ class BaseStream:
         with its first tokens at the latest; one of an older version does so with the end."""
         return self._request.cached_tokens
 
+    @property
+    def written_tokens(self) -> int:
+        """The number of prompt tokens that were computed and written to a prefix cache; reported as `cached_tokens`
+        is."""
+        return self._request.written_tokens
+
     def cancel(self) -> None:
         """Cancel the request, from any thread, without waiting; the iteration then stops, and `result.finish` is
         `cancelled`. Nothing happens if it has ended."""

@@ -228,7 +228,7 @@ class ClientCore:
             unread = request.prompt_logprobs == () and not message.start  # they come with the first message alone
             if unread and not self._take_prompt_logprobs(request, message):
                 return []
-            request.cached_tokens = message.cached_tokens or request.cached_tokens
+            request.cached_tokens, request.written_tokens = message.cached_tokens, message.written_tokens
         request.alive_at = now
         request.asked_again = False
         if self._silent and request.decode is not None:
@@ -247,7 +247,7 @@ class ClientCore:
                 request.first_token_at = now
             actions.append(Deliver(request.rid, new))
         if message.finish in ("stop", "length"):
-            request.cached_tokens = message.cached_tokens
+            request.cached_tokens, request.written_tokens = message.cached_tokens, message.written_tokens
             return actions + self._end(request, message.finish, now)
         if message.finish:
             request.move(Event.STREAM_FAILED)
@@ -408,6 +408,7 @@ class ClientCore:
         del self._requests[request.rid]
         for key in request.submits:
             del self._by_key[key]
+        main = request.main
         self._used[request.rid] = request.attempt, now
         if len(self._used) > MAX_USED:
             del self._used[next(iter(self._used))]
@@ -416,11 +417,12 @@ class ClientCore:
             finish=finish,
             ids=tuple(request.ids),
             attempts=request.attempt - request.first + 1,
-            bootstrap_room=request.main.bootstrap_room,
+            bootstrap_room=main.bootstrap_room,
             prefill=request.prefill,
             decode=request.decode,
             found_by=request.found_by,
-            cached_tokens=min(request.cached_tokens, request.main.prompt_tokens),
+            cached_tokens=min(request.cached_tokens, main.prompt_tokens),
+            written_tokens=request.written_tokens,
             ttft_s=request.first_token_at - request.began_at if request.first_token_at is not None else 0.0,
             total_s=now - request.began_at,
             code=code,

@@ -50,6 +50,7 @@ class Result(Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on, where asked for
     ran: bool = False  # a rank had the request, or may have had it: its controller did not answer
+    written_tokens: int = 0  # prompt tokens written to a prefix cache; 0 also where no rank reported them
 
     @property
     def tpot_s(self) -> float:

@@ -92,7 +92,7 @@ class Request:
         "decode", "due_at", "endpoint", "first", "first_token_at", "found_by", "gap_at", "ids", "logprobs",
         "max_tokens", "no_rank_at", "offset", "params", "prefill", "prompt", "prompt_logprobs", "queued",
         "ran", "resend_at", "resend_s", "retries", "rid", "state", "stop_ids", "stream_failure",
-        "submit_states", "submits", "wants_logprobs", "withdrawn_at",
+        "submit_states", "submits", "wants_logprobs", "withdrawn_at", "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -135,7 +135,7 @@ class Request:
         self.prefill: Location | None = None
         self.decode: Location | None = None
         self.found_by: FoundBy = ""
-        self.cached_tokens = 0
+        self.cached_tokens = self.written_tokens = 0  # of the prompt, in a prefix cache
 
     def __repr__(self) -> str:
         return f"Request(rid={self.rid!r}, {self.state}, {self.submit_states}, {len(self.ids)} tokens)"

@@ -113,6 +113,7 @@ class BusCore:
         self._closing: asyncio.Task[None] | None = None
         self._live: dict[str, Running] = {}
         self._news: list[Running] = []
+        self._counts: tuple[int, int] | None = (0, 0)  # that vLLM was told last; None: they may have changed since
         self._wake: asyncio.Future[None] | None = None
         self._overloaded_until = -math.inf
         self._looked_at = 0.0  # until then the controller was asked: a process that stood still has not asked meanwhile
@@ -139,6 +140,7 @@ class BusCore:
                 asked.failure = failure
             raise records.error_of(failure) from None
         running = self._live[request.request_id] = Running(request, asked)
+        self._counts = None
         running.task = asyncio.create_task(self._submit(running, request.prompt_token_ids, options))
 
     async def get_output_async(self) -> Any:
@@ -153,8 +155,7 @@ class BusCore:
             news, self._news = self._news, []
             found = [record for running in news if (record := self._taken(running)) is not None]
             if found:
-                waiting = sum(not running.began for running in self._live.values())
-                return records.outputs(found, len(self._live) - waiting, waiting)
+                return records.outputs(found, self._new_counts())
             if not self._news:
                 self._wake = asyncio.get_running_loop().create_future()
                 await self._wake
@@ -321,15 +322,25 @@ class BusCore:
             return None
         if running.stream.result is not None:
             del self._live[running.id]
+            self._counts = None
         if record is not None and not running.began:
             running.began = True
+            self._counts = None
             if running.asked is not None:
                 running.asked.began = True
-            cached = running.stream.cached_tokens
-            records.began(record, running.prompt_tokens, cached, running.queued_at)
+            stream = running.stream
+            records.began(record, running.prompt_tokens, stream.cached_tokens, stream.written_tokens, running.queued_at)
             if running.prompt_top is not None:
-                records.of_prompt(record, running.prompt_ids, running.stream.prompt_logprobs, running.prompt_top)
+                records.of_prompt(record, running.prompt_ids, stream.prompt_logprobs, running.prompt_top)
         return record
+
+    def _new_counts(self) -> tuple[int, int] | None:
+        """Return how many requests run and how many wait; None where that is as it was at the last call."""
+        if self._counts is not None:
+            return None
+        waiting = sum(not running.began for running in self._live.values())
+        self._counts = len(self._live) - waiting, waiting
+        return self._counts
 
     def _fail(self, running: Running, error: Exception) -> None:
         """End a request with vLLM's form of an error, whatever it is: one that vLLM does not hear of would hang."""
@@ -369,6 +380,7 @@ class BusCore:
         running = self._live.pop(request_id, None)
         if running is None:
             return
+        self._counts = None
         if running.stream is not None:
             running.stream.on_update(None)
             running.stream.cancel()

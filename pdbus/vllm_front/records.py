@@ -69,11 +69,13 @@ def output(
     )
 
 
-def began(record: Any, prompt_tokens: int, cached_tokens: int, queued_at: float) -> None:
-    """Complete the first output of a request: what of the prompt was cached, and since when it waited (seconds of
-    time.monotonic)."""
+def began(record: Any, prompt_tokens: int, cached_tokens: int, written_tokens: int, queued_at: float) -> None:
+    """Complete the first output of a request: what of the prompt came from a prefix cache and what was written to it,
+    and since when it waited (seconds of time.monotonic)."""
     stats = PrefillStats()
-    stats.set(prompt_tokens, min(cached_tokens, prompt_tokens), 0)
+    cached = min(cached_tokens, prompt_tokens)
+    stats.set(prompt_tokens, cached, 0)
+    stats.finalize(cached + written_tokens)
     record.prefill_stats = stats
     kinds = (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)
     record.events = [EngineCoreEvent.new_event(kind, queued_at) for kind in kinds]
@@ -87,11 +89,11 @@ def of_prompt(record: Any, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     record.new_prompt_logprobs_tensors = LogprobsTensors(*map(torch.from_numpy, (tokens, values, ranks)))
 
 
-def outputs(records: list[Any], running: int, waiting: int) -> Any:
-    """Return vLLM's one record of the outputs that came together. `running` and `waiting` are this server's requests,
-    for vLLM's gauges."""
+def outputs(records: list[Any], counts: tuple[int, int] | None) -> Any:
+    """Return vLLM's one record of the outputs that came together. `counts`: how many of this server's requests run and
+    how many wait, for vLLM's gauges, which cost more than a token; None: as vLLM was told last."""
     finished = {record.request_id for record in records if record.finish_reason is not None}
-    stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+    stats = None if counts is None else SchedulerStats(num_running_reqs=counts[0], num_waiting_reqs=counts[1])
     return EngineCoreOutputs(outputs=records, finished_requests=finished or None, scheduler_stats=stats)
 
 

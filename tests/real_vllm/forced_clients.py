@@ -1,6 +1,7 @@
 """Unmodified clients of the APIs that agents use, each in a loop in which it says what is called, as agents may: three
 calls by `tool_choice`, each with its result given back, then an answer. Prints as JSON what was called, the answer, and
-the tokens of each prompt, of its cached part and of what came. Runs in an environment of its own, without pdbus.
+the tokens of each prompt, of its cached and its written part and of what came. Runs in an environment of its own,
+without pdbus.
 
 python forced_clients.py openai-chat|openai-responses|anthropic|langchain URL
 """
@@ -32,7 +33,7 @@ class Loop:
         self.question = f"I am {client}. Plan a trip of a few days: where shall I go, and when does the train leave?"
         self.calls: list[tuple[str, Any]] = []
         self.answer = ""
-        self.tokens: list[tuple[int, int, int]] = []
+        self.tokens: list[tuple[int | None, ...]] = []
 
     def result(self, name: str, arguments: Any) -> str:
         """Note a call, and return its result."""
@@ -63,7 +64,9 @@ def openai_chat(url: str, loop: Loop) -> None:
             completion = stream.get_final_completion()
         message: Any = completion.choices[0].message
         usage: Any = completion.usage
-        loop.tokens.append((usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens))
+        details: Any = usage.prompt_tokens_details
+        written = details.created_cache_tokens
+        loop.tokens.append((usage.prompt_tokens, details.cached_tokens, written, usage.completion_tokens))
         messages.append(message)
         for call in message.tool_calls or ():
             content = loop.result(call.function.name, json.loads(call.function.arguments))
@@ -90,7 +93,9 @@ def openai_responses(url: str, loop: Loop) -> None:
                 final = event.response
         assert final is not None
         usage: Any = final.usage
-        loop.tokens.append((usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens))
+        details: Any = usage.input_tokens_details
+        written = details.cache_write_tokens
+        loop.tokens.append((usage.input_tokens, details.cached_tokens, written, usage.output_tokens))
         items += [item.model_dump(exclude_none=True) for item in final.output]
         for item in final.output:
             if item.type == "function_call":
@@ -119,7 +124,7 @@ def anthropic(url: str, loop: Loop) -> None:
             message = stream.get_final_message()
         usage: Any = message.usage
         cached, created = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
-        loop.tokens.append((usage.input_tokens + cached + created, cached, usage.output_tokens))
+        loop.tokens.append((usage.input_tokens + cached + created, cached, created, usage.output_tokens))
         messages.append({"role": "assistant", "content": message.content})
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": loop.result(block.name, block.input)}
@@ -157,8 +162,9 @@ def langchain(url: str, loop: Loop) -> None:
     for message in messages:
         if message.type == "ai":
             usage = message.usage_metadata
-            cached = usage["input_token_details"].get("cache_read", 0)
-            loop.tokens.append((usage["input_tokens"], cached, usage["output_tokens"]))
+            details = usage["input_token_details"]
+            cached, written = details.get("cache_read", 0), details.get("cache_creation")
+            loop.tokens.append((usage["input_tokens"], cached, written, usage["output_tokens"]))
     loop.answer = str(messages[-1].content)
 
 

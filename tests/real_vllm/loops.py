@@ -42,6 +42,6 @@ def check(found: dict[str, Any]) -> None:
         assert type(arguments["days"]) is int
         assert 1 <= arguments["days"] <= 9
     assert len(found["tokens"]) == 4
-    assert all(came for _, _, came in found["tokens"])
-    for (before, _, _), (_, cached, _) in zip(found["tokens"], found["tokens"][1:], strict=False):
+    assert all(came for *_, came in found["tokens"])
+    for (before, *_), (_, cached, *_) in zip(found["tokens"], found["tokens"][1:], strict=False):
         assert cached == before // BLOCK * BLOCK

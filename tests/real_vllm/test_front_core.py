@@ -39,7 +39,7 @@ class Stream:
     def __init__(self) -> None:
         self.pieces: deque[Any] = deque()
         self.result: Result | None = None
-        self.cached_tokens = 3
+        self.cached_tokens, self.written_tokens = 2, 1
         self.prompt_logprobs = ()
         self.cancelled = False
         self.callback: Callable[[], None] | None = None
@@ -150,7 +150,7 @@ def test_a_token_that_may_end_the_output_waits_for_the_end(made: BusCore) -> Non
     assert outputs(made, request(ignore_eos=True), ((EOS,),)) == [([EOS], None, None)]
 
 
-def test_the_first_output_tells_what_was_cached(made: BusCore) -> None:
+def test_the_first_output_tells_what_was_cached_and_written(made: BusCore) -> None:
     async def run() -> Any:
         stream = await submitted(made, request())
         stream.put((10,))
@@ -161,10 +161,29 @@ def test_the_first_output_tells_what_was_cached(made: BusCore) -> None:
         return first, second
 
     first, second = asyncio.run(run())
-    assert first.prefill_stats.num_cached_tokens == 3
+    assert first.prefill_stats.num_cached_tokens == 2
+    assert first.prefill_stats.num_cache_creation_tokens == 1
     assert first.prefill_stats.num_prompt_tokens == 4
     assert first.events
     assert second.prefill_stats is None
+
+
+def test_vllm_is_told_how_many_requests_run_and_wait_where_that_has_changed(made: BusCore) -> None:
+    """Not with each token: its gauges cost more than a token does."""
+
+    async def run() -> list[Any]:
+        other = request()
+        other.request_id = "s"
+        one, two = await submitted(made, request()), await submitted(made, other)
+        told = []
+        for stream, came in (one, (10,)), (one, (11,)), (two, (12,)), (two, (13,)), (one, result("stop", (10, 11))):
+            stream.put(came)
+            stats = (await made.get_output_async()).scheduler_stats
+            told.append(stats and (stats.num_running_reqs, stats.num_waiting_reqs))
+        made.shutdown()
+        return told
+
+    assert asyncio.run(run()) == [(1, 1), None, (2, 0), None, (1, 0)]
 
 
 async def failed(core: BusCore, end: Result) -> tuple[Any, float]:

@@ -134,7 +134,9 @@ class FakeClient:
             "do_remote_prefill": True, "remote_block_ids": [[slot]], "at": str(path), "read": str(read),
             "alive": self.alive,
         }  # fmt: skip
-        return _output([next_token(state, VOCAB)], "length", handle, self.clock())
+        made = _output([next_token(state, VOCAB)], "length", handle, self.clock())
+        made.num_cache_creation_tokens = len(ids) // BLOCK * BLOCK
+        return made
 
     def _free_slot(self) -> int | None:
         for slot, (until, read) in list(self._held.items()):
@@ -200,6 +202,7 @@ def _output(
         kv_transfer_params=handle,
         metrics=SimpleNamespace(last_token_ts=stamped),
         num_cached_tokens=0,
+        num_cache_creation_tokens=0,
     )
 
 

@@ -471,6 +471,16 @@ def test_a_cached_prefix_is_reused_and_reported(world: World, max_tokens: int) -
     assert rank.tokens["b"] == sim_generate(PROMPT, max_tokens, VOCAB)
     assert rank.ended["b", 1][0].cached_tokens == 8  # two full blocks of 4; the last token is always computed
     assert rank.core.load().cached_tokens_total == 8
+    assert rank.finishes["b"].written_tokens == 0
+
+
+def test_decode_says_what_its_prefill_rank_cached_and_wrote(world: World, pair: tuple[Rank, Rank]) -> None:
+    said = []
+    for rid, prompt in (("a", PROMPT), ("b", PROMPT[:8] + [1] * 8)):
+        start(pair, rid, prompt, bootstrap_room=ord(rid))
+        world.run(1.0)
+        said.append((pair[1].finishes[rid].cached_tokens, pair[1].finishes[rid].written_tokens))
+    assert said == [(0, 8), (8, 8)]
 
 
 def test_the_next_turn_of_a_conversation_reuses_the_answers_blocks(world: World) -> None:

@@ -222,6 +222,7 @@ NONSENSE: dict[str, Any] = {
     "ok is no failure": lambda link, leg: link.fail(leg, "ok"),
     "cached": lambda link, leg: link.began(leg, -1),
     "more cached than it has": lambda link, leg: link.began(leg, 10**30),
+    "more written than it has": lambda link, leg: link.began(leg, 0, 10**30),
     "more than was asked for": lambda link, leg: link.output(leg, [5] * (leg.max_tokens + 1)),
     "log probabilities that nobody asked for": lambda link, leg: link.output(leg, [5], [(-0.5, [])]),
     "held by a unified rank": lambda link, leg: link.held(leg, 5, b"handle"),

@@ -324,15 +324,26 @@ def test_what_is_kept_for_a_reader_holds_no_prompt(streams: Streams) -> None:
 
 
 @pytest.mark.parametrize("role", ["unified", "decode"])
-def test_the_end_says_how_much_of_the_prompt_was_cached(streams: Streams, role: Role) -> None:
+def test_the_first_tokens_and_the_end_say_how_much_of_the_prompt_was_cached_and_written(
+    streams: Streams, role: Role
+) -> None:
     leg = opened(streams)
     leg.role, leg.cached_tokens, leg.cached_at_prefill = role, 16, 32
+    leg.written_tokens, leg.written_at_prefill = 48, 64
     streams.attach(A, Attach("r", 1), 0.0)
-    streams.push(leg, [5])
-    end(streams, leg)
-    *_, last = [send.message for send in streams.flush(0.0)]
-    assert isinstance(last, Tokens)
-    assert (last.finish, last.cached_tokens) == ("length", 16 if role == "unified" else 32)
+    said = []
+    for token in (5, 6, None):
+        if token is None:
+            end(streams, leg)
+        else:
+            streams.push(leg, [token])
+        for send in streams.flush(0.0):
+            message = send.message
+            assert isinstance(message, Tokens)
+            if message.ids or message.finish:
+                said.append((message.finish, message.cached_tokens, message.written_tokens))
+    told = (16, 48) if role == "unified" else (32, 64)
+    assert said == [("", *told), ("", 0, 0), ("length", *told)]
 
 
 @pytest.mark.parametrize("have", [0, 1, MAX_LOGPROBS_PER_MESSAGE + 1])

@@ -104,6 +104,7 @@ def test_a_pair_hands_over_and_decode_computes_no_prompt_token(tmp_path: Path) -
         prefill.start()
         held = await prefill.until(Held)
         assert prefill.said() == ["Began", "Held"]
+        assert Began(held.leg, 0, 16) in prefill.events
         assert held.first_token == sim_generate(PROMPT, 1, VOCAB)[0]
         decode.start(handle=handle_of(held))
         assert (await decode.until(Finished)).reason == "length"
