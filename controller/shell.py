@@ -105,6 +105,7 @@ class Controller(Service):
             config, self.epoch, self.loop.clock(), wall_s=self.wall_s, trace=self.trace,
             spans=self._spans is not None, dropped=self._dropped,
         )  # fmt: skip
+        self._indexes = tuple(self.core.prefixes.values())
         self._traffic = traffic = Traffic(
             self.core, self.loop.clock, self._clients, self._nodes, self._sockets.pub(bus.publish), self._on_local,
             self.bus_seen.set, self._export,
@@ -185,7 +186,10 @@ class Controller(Service):
         return None if dozes else TICK_S
 
     def _pace(self) -> None:
-        """Set, at the end of a turn, what may wake the loop, and when it wakes by itself."""
+        """Set, at the end of a turn, what may wake the loop, and when it wakes by itself; what can wait until the
+        turn's messages are sent is done here too."""
+        for index in self._indexes:
+            index.catch_up()
         self.loop.rest(self._sub, not self.core.waiting)
         self._flooded |= self.loop.behind  # thousands of busy ranks: their loads would not fit in the queue till then
         if self._ticker.dozing and self.core.needs_ticks:

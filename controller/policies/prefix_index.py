@@ -16,6 +16,7 @@ out nothing that the rank has reported. Hashes are unsigned 64-bit integers. A r
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
@@ -23,6 +24,7 @@ from itertools import islice
 from controller.policies.holders import Holders, as_array
 
 CONFIRMED = float("inf")
+MAX_COMING = 64  # prompts that are expected, and not worked in yet
 
 
 class _Expectation:
@@ -47,7 +49,9 @@ class _Rank:
 
 class PrefixIndex:
     """The index of the ranks with one policy. Times are in seconds of the clock of `advance`. Changes take O(blocks
-    named), `forget` O(blocks of the rank), `runs` O(runs on the way)."""
+    named), `forget` O(blocks of the rank), `runs` O(runs on the way). What `expected`
+    is told is worked in with the next call of another method, or of `catch_up`, which the controller's shell makes once
+    it has sent its messages: 512 blocks take a millisecond."""
 
     def __init__(self, *, max_blocks: int = 65_536, confirm_s: float = 30.0, expect_s: float = 300.0) -> None:
         self._max_blocks = max_blocks
@@ -60,14 +64,17 @@ class PrefixIndex:
         self._expiring = 0  # hashes in it
         self._void = 0  # entries in it that are given up
         self._order = 0
+        self._coming: list[tuple[int, array[int]]] = []  # expected, not worked in yet: slots, and their hashes
 
     def __len__(self) -> int:
         """Return the number of entries of all ranks together."""
+        self.catch_up()
         return sum(len(rank.blocks) for rank in self._ranks.values())
 
     def advance(self, now: float) -> None:
         """Set the time in seconds; expected entries that were not confirmed in time are dropped. An earlier time than
         the last one changes nothing."""
+        self.catch_up()
         self._now = max(self._now, now)
         while self._expiries and self._expiries[0][0] <= self._now:
             self._expire()
@@ -76,6 +83,7 @@ class PrefixIndex:
 
     def stored(self, slot: int, hashes: Iterable[int]) -> None:
         """Add blocks that the rank states to cache."""
+        self.catch_up()
         rank, named = self._rank(slot), as_array(hashes)
         rank.speaks = True
         before = len(rank.blocks)
@@ -85,6 +93,7 @@ class PrefixIndex:
 
     def removed(self, slot: int, hashes: Iterable[int]) -> None:
         """Remove blocks that the rank no longer caches."""
+        self.catch_up()
         rank = self._ranks.get(slot)
         if rank is not None:
             named = reversed(dict.fromkeys(hashes))  # engines give up the end of a prompt first
@@ -92,6 +101,7 @@ class PrefixIndex:
 
     def forget(self, slot: int) -> None:
         """Remove everything of a rank that restarted, cleared its cache or is gone."""
+        self.catch_up()
         rank = self._ranks.pop(slot, None)
         if rank is not None:
             self._holders.remove_all(rank.bit, rank.blocks)
@@ -100,7 +110,19 @@ class PrefixIndex:
     def expected(self, slot: int, hashes: Iterable[int]) -> None:
         """Add the blocks of a request that was dispatched to the rank: it will hold them soon, if it does not
         already."""
-        rank, named = self._rank(slot), as_array(hashes)
+        self._coming.append((slot, as_array(hashes)))
+        if len(self._coming) > MAX_COMING:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Work in what `expected` was told. It changes no result, only when the work is done."""
+        if self._coming:
+            coming, self._coming = self._coming, []
+            for slot, named in coming:
+                self._expect(slot, named)
+
+    def _expect(self, slot: int, named: array[int]) -> None:
+        rank = self._rank(slot)
         bound = self._max_blocks
         if rank.speaks:
             bound = bound // 2 or 1
@@ -147,6 +169,7 @@ class PrefixIndex:
         There is a pair at each depth where some of the ranks end, and there may be further pairs between, so that the
         caller can stop early. It ends when no rank holds the next block, and yields nothing if no rank holds the first.
         """
+        self.catch_up()
         return self._holders.prefixes(as_array(hashes))
 
     def depth(self, slot: int, hashes: Sequence[int]) -> int:
@@ -160,6 +183,7 @@ class PrefixIndex:
 
     def validate(self, slots: Container[int] = range(1 << 16)) -> None:
         """Check that both directions agree, bounds hold, and no ranks but `slots` are known (for tests)."""
+        self.catch_up()
         holders: dict[int, int] = {}
         for slot, rank in self._ranks.items():
             assert rank.bit == 1 << slot

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from opcount import count
 from prefix_hits import hits
 from retained import retained
 
@@ -110,7 +113,40 @@ def test_repeated_expectations_do_not_pile_up() -> None:
 PROMPT = list(range(100, 164))
 
 
+def test_what_is_expected_is_worked_in_later_and_changes_no_result() -> None:
+    """Its messages are sent before that."""
+    prompt = list(range(1, 513))
+
+    def script() -> None:
+        index.expected(A, prompt)
+
+    index = PrefixIndex()
+    assert count(script).instructions < 60
+    assert hits(index, prompt) == {A: 512}
+    index.expected(B, prompt)
+    index.forget(B)
+    assert hits(index, prompt) == {A: 512}
+
+
+def test_a_new_prompt_drops_the_oldest_from_a_full_index_as_a_whole_and_not_block_by_block() -> None:
+    index = PrefixIndex(max_blocks=4096)
+    firsts = itertools.count(1, 512)
+
+    def script() -> None:
+        first = next(firsts)
+        index.expected(A, range(first, first + 512))
+        index.catch_up()
+
+    for _ in range(8):
+        script()
+    assert count(script).instructions < 50 * 512
+    assert len(index) == 4096
+    assert hits(index, range(1, 513)) == {}
+    index.validate()
+
+
 def run_count(index: PrefixIndex) -> int:
+    index.catch_up()
     return len({id(run) for run in index._holders._runs.values()})
 
 
