@@ -69,6 +69,8 @@ class Balancer:
         self._speeds = None if late is None else late.speeds  # None: not asked for yet
         costs = costs or Costs()
         for role, policy in policies.items():
+            if role == "unified" and policy.counts_queue_only:
+                table.count_queue_only(role)
             costs.add(role, table, None if policy.prefixes is None else policy.prefixes.depth, self.speeds)
             policy.begin(costs)
         self.tick(now)  # what a policy expects for a while is counted from this time on

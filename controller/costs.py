@@ -71,7 +71,7 @@ class Costs:
             return 0.0
         speeds = known.speeds()
         speeds.learn_steps(rank.info.role)
-        return speeds.step_s(rank, rank.requests + 1, rank.tokens + tokens)
+        return speeds.step_s(rank, rank.requests + 1, rank.tokens + rank.held_tokens + tokens)
 
     def link_s(self, source: RankLoad, target: RankLoad) -> float:
         """Return the seconds that a KV token takes from `source` to `target`, with nothing else under way. Live it is

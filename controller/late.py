@@ -59,4 +59,6 @@ class LateBinding:
     def _step_s(self, rank: RankLoad, tokens: int) -> float:
         """Return the seconds of a step of `rank` with one more request that holds `tokens`, and with all that are on
         their way there; 0 where nothing is known, and for an idle rank."""
-        return self.speeds.step_s(rank, rank.requests + 1, rank.tokens + tokens) if rank.requests else 0.0
+        if not rank.requests:
+            return 0.0
+        return self.speeds.step_s(rank, rank.requests + 1, rank.tokens + rank.held_tokens + tokens)

@@ -63,6 +63,7 @@ class LoadTable:
             "unified": kv_overcommit,
         }
         self._controller_ttl_s = controller_ttl_s
+        self._queue_only: set[Role] = {"prefill"}
         self._groups: dict[tuple[str, str, str], Group] = {}
         self._closed: OrderedDict[tuple[MemberKey, int], tuple[int, int, int]] = OrderedDict()
         self._free_slots: list[int] = []
@@ -70,6 +71,11 @@ class LoadTable:
         self.turn = 0  # dispatches charged so far
         self._fresh: TimerSlots[RankLoad] = TimerSlots()  # when to look whether a rank has reported since
         self._controllers: dict[int, tuple[int, float]] = {}  # epoch -> (seq of its last Sent, when)
+
+    def count_queue_only(self, role: Role) -> None:
+        """Leave what ranks of `role` hold in their KV memory out of their estimates; call it before one is there. The
+        KV memory still limits what they get."""
+        self._queue_only.add(role)
 
     # --- ranks come and go ------------------------------------------------------------------------------------
 
@@ -81,6 +87,7 @@ class LoadTable:
         if old is not None:
             self.close(old)
         rank = RankLoad(info)
+        rank.counts_queue_only = info.role in self._queue_only
         if old is not None:
             rank.dispatched_before, rank.routed_total = old.dispatched_total, old.routed_total
             rank.failed_total = old.failed_total + old.outstanding  # these end with it
@@ -167,7 +174,12 @@ class LoadTable:
         rank.reported_at = now
         rank.slow = False
         rank.base_requests = load.running + load.waiting
-        rank.base_tokens = load.waiting_tokens if rank.counts_queue_only else load.waiting_tokens + load.kv_tokens
+        if not rank.counts_queue_only:
+            rank.base_tokens = load.waiting_tokens + load.kv_tokens
+        else:
+            rank.base_tokens = load.waiting_tokens
+            if rank.info.role != "prefill":
+                rank.held_tokens = load.kv_tokens
         self._acknowledge(rank, load.acks)
         _refresh(rank)
         return rank
@@ -321,6 +333,9 @@ class LoadTable:
             assert rank.stale != (rank in fresh), rank
             want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
             assert (rank.requests, rank.tokens) == want, (rank, want)
+            apart = rank.counts_queue_only and rank.info.role != "prefill"
+            held = rank.load.kv_tokens if apart and rank.load is not None and not rank.stale else 0
+            assert rank.held_tokens == held, rank
             assert not rank.candidate or rank.ready, rank
         slots = [*self._free_slots, *(rank.slot for rank in self.ranks.values())]
         assert sorted(slots) == list(range(self._slots)), "every slot is taken once, or free"
@@ -406,7 +421,7 @@ def _sum_others(rank: RankLoad) -> None:
 def _refresh(rank: RankLoad) -> None:
     """Compute the estimate again, and what depends on it."""
     if rank.stale:
-        rank.requests, rank.tokens = rank.outstanding, rank.outstanding_tokens
+        rank.requests, rank.tokens, rank.held_tokens = rank.outstanding, rank.outstanding_tokens, 0
     else:
         rank.requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
         rank.tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
@@ -418,7 +433,7 @@ def _index(rank: RankLoad) -> None:
     rank.candidate = can_take = (
         rank.ready
         and rank.requests < rank.limit_requests
-        and rank.tokens < rank.limit_tokens
+        and rank.tokens + rank.held_tokens < rank.limit_tokens
         and not (rank.slow and rank.outstanding)
     )
     for index, leaf, metric in rank.leaves:
@@ -428,7 +443,7 @@ def _index(rank: RankLoad) -> None:
 def _estimate(rank: RankLoad) -> tuple[int, int]:
     """Return the invariant computed from the records alone; `validate` compares the counters with it."""
     assert rank.load is not None
-    work = rank.load.waiting_tokens if rank.info.role == "prefill" else rank.load.waiting_tokens + rank.load.kv_tokens
+    work = rank.load.waiting_tokens if rank.counts_queue_only else rank.load.waiting_tokens + rank.load.kv_tokens
     requests = rank.load.running + rank.load.waiting + rank.in_flight
     tokens = work + rank.in_flight_tokens
     for epoch, (acked, acked_tokens) in rank.other_acks.items():

@@ -40,6 +40,10 @@ class Policy(Protocol):
     """It looks at block hashes: clients are told to send them (`Submit.block_hashes`), and the ranks' KV events come
     to `stored`, `removed` and `forgotten`."""
 
+    counts_queue_only: bool = False
+    """For unified ranks: `tokens` of a rank are the prompt tokens that wait, as at prefill ranks, without those that it
+    holds for requests that decode."""
+
     prefixes: PrefixIndex | None = None
     """What it knows of caches, where it keeps an index (`pdbus_controller_prefix_blocks` counts the entries)."""
 
@@ -135,9 +139,9 @@ class PrefixPolicy(Policy):
         return max(1, request.prompt_tokens - depth * request.block_tokens)
 
     def charge(self, rank: RankLoad, request: Submit) -> int:
-        """Return, at a prefill rank, what it must compute. (With the whole prompt, a rank looked busy until it
-        reported, with what it caches, and the next prompt with the same prefix went elsewhere.) Return what the
-        request will hold at other ranks."""
+        """Return what the rank must compute, where its tokens are those that wait. (With the whole prompt, a rank
+        looked busy until it reported, with what it caches, and the next prompt with the same prefix went elsewhere.)
+        Return what the request will hold at other ranks."""
         if not request.block_hashes or not rank.counts_queue_only:
             return request.prompt_tokens
         depth = self.prefixes.depth(rank.slot, unpack_hashes(request.block_hashes))

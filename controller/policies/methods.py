@@ -68,6 +68,8 @@ class CacheAware(PrefixPolicy):
     The walk down the prompt ends where no remaining rank can win any more.
     """
 
+    counts_queue_only = True
+
     def __init__(self, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)
         self.weight = (settings or PolicySettings()).cache_weight

@@ -174,14 +174,43 @@ def test_a_prompt_whose_prefix_is_cached_makes_its_rank_look_no_busier_than_it_i
     world.assert_empty()
 
 
-def test_a_rank_that_decodes_is_charged_all_that_it_will_hold() -> None:
+def test_a_unified_rank_is_charged_what_it_computes_and_a_decode_rank_all_that_it_will_hold() -> None:
+    for role, charges in (("unified", [len(PROMPT), 1]), ("decode", [len(PROMPT)] * 2)):
+        world = World(unified_method="cache_aware", decode_method="cache_aware")
+        node = hello("n", role=role, **BIG)  # type: ignore[arg-type]
+        world.join(node)
+        world.report(node)
+        for rid in ("a", "b"):
+            world.submit(aware_submit(rid, role))
+        assert [dispatch.charge for dispatch in world.dispatches()] == charges, role
+
+
+def test_what_a_unified_rank_holds_for_requests_that_decode_keeps_no_prompt_from_its_cache() -> None:
     world = World(unified_method="cache_aware")
-    node = hello("u", **BIG)  # type: ignore[arg-type]
-    world.join(node)
-    world.report(node)
-    for rid in ("a", "b"):
-        world.submit(aware_submit(rid))
-    assert [dispatch.charge for dispatch in world.dispatches()] == [len(PROMPT)] * 2
+    busy, idle = (hello("u", dp_rank, **BIG) for dp_rank in range(2))  # type: ignore[arg-type]
+    for node in (busy, idle):
+        world.join(node)
+    world.feed(CacheChanged(("u", 0), (Stored(tuple(HASHES)),)))
+    world.report(busy, running=4, kv_tokens=50_000)
+    world.report(idle)
+    world.submit(aware_submit("a"))
+    assert world.dispatches()[0].dp_rank == 0
+    assert (world.rank(busy).tokens, world.rank(busy).held_tokens) == (1, 50_000)
+    world.report(busy, running=5, waiting_tokens=len(PROMPT), kv_tokens=50_000, acks=[(EPOCH, 1, 1)])
+    world.submit(aware_submit("b"))
+    assert world.dispatches()[1].dp_rank == 1, "a prompt waits there"
+
+
+def test_a_unified_rank_whose_kv_memory_is_full_gets_nothing_whatever_its_queue_counts() -> None:
+    world = World(unified_method="cache_aware")
+    full, other = (hello("u", dp_rank, **BIG) for dp_rank in range(2))  # type: ignore[arg-type]
+    for node in (full, other):
+        world.join(node)
+    world.feed(CacheChanged(("u", 0), (Stored(tuple(HASHES)),)))
+    world.report(full, running=4, kv_tokens=BIG["kv_capacity"])
+    world.report(other)
+    world.submit(aware_submit("a"))
+    assert world.dispatches()[0].dp_rank == 1
 
 
 def test_the_callers_rank_is_learned_too() -> None:
