@@ -69,6 +69,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the first fixture."""
     STARTS.on = item.nodeid.startswith(WARM) and item.get_closest_marker("cold") is None
+    if STARTS.on:
+        STARTS.wait()
 
 
 @pytest.fixture(autouse=True)

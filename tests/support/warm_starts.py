@@ -73,7 +73,7 @@ PYTHONS = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN, signa
 RESTORED = {signal.SIGPIPE, signal.SIGXFSZ}  # by Popen, if the caller ignores them
 CLONE_PARENT, PR_GET_TID_ADDRESS = 0x8000, 40
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine) if sys.platform == "linux" else None
-WAIT_S = 60.0
+WAIT_S = 240.0  # a server that is late is still sooner than a start without it
 NAME = "warm_starts"  # of servers, in /proc
 MESSAGE_BYTES = 1 << 18
 
@@ -105,6 +105,14 @@ class Starts:
                 starts._cold(popen, *given)
 
         subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        """Until the server, if it is new, has imported all. On a busy machine with nothing compiled it takes a minute,
+        in which no command's own limit is to run."""
+        with self._lock:
+            if SYS_CLONE is not None and "" not in self._asked:
+                self._asked[""] = self.launch()
+                answer(self._asked[""], {}, [])
 
     def close(self) -> None:
         """Its commands start cold from now on, and its server ends."""
@@ -314,6 +322,9 @@ def serve(asked: socket.socket) -> Request:
         if not said:
             os._exit(0)
         request = json.loads(said)
+        if not request:  # our caller only wants to know that we are ready
+            asked.send(b"0")
+            continue
         if (pid := fork_sibling()) == 0:
             if "import" not in request:
                 return become(request, streams, asked)
