@@ -381,6 +381,7 @@ class ControllerCore:
             self._lose(self.members.bye(rank, message, now, out), now, out)
         if not rank.load.ready:
             self._lose(self.members.assess(rank.load, now, out, "heard"), now, out)
+            self.life.losses.rank_lives(rank)
 
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:

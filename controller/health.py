@@ -210,9 +210,10 @@ class Health:
         return since is not None and now < max(since + self._moment_s, self._woke_at + self._lease_s)
 
     def is_dead(self, pulse: Liveness, now: float) -> bool:
-        """Return true if a rank whose connection closed has not said hello within a lease."""
-        since = pulse.cut_at
-        return since is not None and now >= max(since, self._woke_at) + self._lease_s
+        """Return true if a lost rank has said nothing for a lease since its connection closed, or since it was found to
+        be silent."""
+        since = pulse.cut_at if pulse.cut_at is not None else pulse.last_seen_at + self._lease_s
+        return now >= max(since, self._woke_at) + self._lease_s
 
     def young(self, now: float) -> bool:
         """Return true for a lease after the start: until then, ranks that were here before this process may be

@@ -24,13 +24,14 @@ from controller.rank import Asked, Rank, Work
 from controller.wanted import Wanted
 
 FENCED_EPOCHS = 8
+DIED: dict[RankState, bool | None] = {"lost": None, "hung": True, "gone": False}  # of a `Loss`
 Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks of an instance share
 
 
 class Loss(NamedTuple):
     """All work at `rank` is lost, or only the part of it in `work`. With `cancel`, it may still run there and must be
     cancelled. `died` is true if the rank itself is gone, possibly because of one of the requests; None: not known
-    yet."""
+    yet, because it has only fallen silent or lost its connection."""
 
     rank: Rank
     why: str
@@ -290,6 +291,8 @@ class Members:
         out.append(Note("rank.state_changed", level, _name(rank) | states))
         if change.new == "ready":
             pulse.returning = False
+        if change.new not in DEAD:
+            self._unclear.pop(rank, None)
         if (change.new in DEAD) != (change.old in DEAD):
             self._count(rank, -1 if change.new in DEAD else 1)
         elif rank not in self.suspects:
@@ -299,8 +302,7 @@ class Members:
         pulse.returning = True
         if change.new == "lost" and self._health.may_return(pulse, now):
             return None
-        died = None if pulse.cut_at is not None else True
-        return self._lost(rank, change.new, False if change.new == "gone" else died)
+        return self._lost(rank, change.new, DIED[change.new])
 
     def _lost(self, rank: RankLoad, state: RankState, died: bool | None) -> Loss:
         self._counts[f"ranks_{state}"] += 1
@@ -309,7 +311,7 @@ class Members:
         self._let_go(rank)
         if died is None:
             self._unclear[rank] = None
-        may_run = state != "gone" and died is not None
+        may_run = state != "gone" and self._health.liveness[rank.key].cut_at is None
         return Loss(self.ranks[rank], f"rank {rank.key[0]}/{rank.key[1]} is {state}", cancel=may_run, died=died)
 
     def _let_go(self, rank: RankLoad) -> None:

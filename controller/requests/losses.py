@@ -114,6 +114,10 @@ class Losses:
         for rid, _ in running:
             self._attempts.fence_late(rank, rid, out)
 
+    def rank_lives(self, rank: Rank) -> None:
+        """Note that a rank that is not ready has said something, so it has not died, also where it was lost."""
+        self.unclear.settle(rank)
+
     def forget(self, rank: Rank) -> None:
         """Forget what a lost rank ran for a former controller: it cannot be adopted any more."""
         self._table.orphans.forget(rank)

@@ -94,7 +94,7 @@ class RequestTable:
         self.requests[rid] = request
         if rid in self._over:
             submit = request.submit
-            room, prompt_tokens, submitted, attempt = self._over.pop(rid)
+            room, prompt_tokens, submitted, attempt = self._over[rid]
             same = (room, prompt_tokens) == (submit.bootstrap_room, submit.prompt_tokens - submit.offset)
             if not same or submit.attempt > submitted:
                 attempt = min(attempt + 1, MAX_ATTEMPT)
@@ -125,7 +125,8 @@ class RequestTable:
         self, request: Request, now: float, code: Code = "ok", why: str = "", *, failed: bool = False
     ) -> RequestRecord:
         """Remove a request that ended with `code`, and return its record, which stays. If it `failed`, the ranks
-        that it lost are remembered, in case its client sends it again; so are tries that its client may not know."""
+        that it lost are remembered, in case its client sends it again; so are tries that a client of its rid may not
+        know."""
         if request.lane is not None:
             self.queue.remove(request)
         request.step("over")
@@ -137,7 +138,7 @@ class RequestTable:
             self.release_payload(request)
         if request.deadline_at is not None:
             self._due.remove(request.rid, request.deadline_at)
-        if failed or request.attempt > request.submit.attempt:
+        if failed or request.attempt > request.submit.attempt or request.rid in self._over:
             self._remember(request, failed)
         record = record_of(request, now, code, why)
         self.history.add(record)
@@ -204,6 +205,7 @@ class RequestTable:
         if request.tries:
             submit = request.submit
             prompt_tokens = submit.prompt_tokens - submit.offset
+            self._over.pop(request.rid, None)  # to the end of the order
             self._over[request.rid] = submit.bootstrap_room, prompt_tokens, submit.attempt, request.attempt
             if len(self._over) > MAX_OVER:
                 del self._over[next(iter(self._over))]

@@ -1,10 +1,10 @@
-"""The open questions about ranks whose connection was lost: which requests may have died with them, and which may
-still run there. Pure bookkeeping, bounded.
+"""The open questions about ranks that were lost: which requests may have died with them, and which may still run there.
+Pure bookkeeping, bounded.
 
-A lost connection says nothing about the process behind it. A request may have killed its rank: that is known once the
-rank says hello again (with the same epoch it lived on, with another one it was started again), or once a lease has
-passed without a hello (the time after which a silent rank is lost). And a leg whose cancel did not reach its rank ends
-when the rank comes back and says that the leg runs.
+A lost connection says nothing about the process behind it, nor does silence. A request may have killed its rank: that
+is known once the rank is heard again (with the same epoch it lived on, with another one it was started again), or once
+it has said nothing for a lease more. And a leg whose cancel did not reach its rank ends when the rank comes back and
+says that the leg runs.
 """
 
 from __future__ import annotations

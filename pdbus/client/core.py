@@ -84,6 +84,7 @@ class ClientCore:
         # goodbyes that their queues did not take, by peer and rid, and until when they are sent again; those sent again
         self._untaken: dict[tuple[str, str], tuple[Send, float]] = {}
         self._sent_again: dict[tuple[str, str], float] = {}
+        self._unattached: dict[str, int] = {}  # rids whose `Attach` no queue took, and its attempt
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -141,8 +142,11 @@ class ClientCore:
 
     def untaken(self, send: Send, now: float) -> None:
         """Note that the queue of its peer did not take a message. A goodbye (`Detach`, `Cancel`) is sent again with the
-        next tick, for UNTAKEN_S; what else matters is repeated anyway."""
+        next tick, for UNTAKEN_S, and an `Attach` while it is wanted, since ranks soon end a leg without a reader; what
+        else matters is repeated anyway."""
         message = send.message
+        if isinstance(message, Attach):
+            self._unattached[message.rid] = message.attempt
         if isinstance(message, (Detach, Cancel)):
             key = send.peer, message.rid
             until = self._sent_again.pop(key, now + UNTAKEN_S)
@@ -150,9 +154,11 @@ class ClientCore:
                 self._untaken[key] = send, until
 
     def tick(self, now: float) -> list[Action]:
-        """Check deadlines, silent streams, missing answers and waits before a retry, and send goodbyes again that no
-        queue took. Call it several times a second."""
+        """Check deadlines, silent streams, missing answers and waits before a retry, and send goodbyes and attaches
+        again that no queue took. Call it several times a second."""
         actions: list[Action] = self._send_again() if self._untaken or self._sent_again else []
+        if self._unattached:
+            actions += self._attach_again()
         for request in list(self._requests.values()):
             actions += self._tick(request, now)
         return actions
@@ -171,6 +177,16 @@ class ClientCore:
             self._sent_again[key] = until
             actions.append(send)
         return actions
+
+    def _attach_again(self) -> list[Action]:
+        """Return the attaches that no queue took, but of requests that are not read there any more."""
+        unattached, self._unattached = self._unattached, {}
+        wanted = [(self._requests[rid], attempt) for rid, attempt in unattached.items() if rid in self._requests]
+        return [
+            self._ask_stream(request)
+            for request, attempt in wanted
+            if request.state is State.RUNNING and request.endpoint and request.attached == attempt
+        ]
 
     # --- inside: of one request ---------------------------------------------------------------------------------
 

@@ -12,16 +12,17 @@ if TYPE_CHECKING:
 
 LOST = frozenset({"crash", "pause", "hang", "twice", "revoke"})  # of a node: its controllers lose its ranks
 POISON = 3  # ranks that died with a request
-STEADY_S = 2.0  # a lease may be as short as a connection that flaps is away
+ENDS = ("controller", "node")  # of a connection whose loss may be taken for a death
+STEADY_S = 2.0  # a lease may be as short as a connection that flaps is away; longer where it flaps twice over
 
 
 def may_die_of(world: World, fault: Fault) -> int:
     """Return how many ranks a controller may have lost by it one after the other, with a request that it gave to one of
     them after the other. Those of a process that dies are lost at once; engines hang each for itself."""
     kinds = {world.by_name[name].kind for name in (fault.who, fault.other) if name}
-    if fault.kind == "flap":
-        return POISON if dict(world.spec.settings).get("lease_s", STEADY_S) < STEADY_S else 0
     lease_s = dict(world.spec.settings).get("lease_s", LEASE_S)
+    if fault.kind == "flap":
+        return POISON if lease_s < STEADY_S * _flaps_with(world, fault) else 0
     if fault.kind == "sever":
         return fault.for_s > lease_s - 1.0 and kinds != {"node"} and "node" in kinds
     if fault.kind in OVER_TCP:
@@ -30,3 +31,9 @@ def may_die_of(world: World, fault: Fault) -> int:
         return 0
     node: Any = world.by_name[fault.who]
     return 1 + (len(node.config.dp_ranks) if fault.kind == "hang" else 0)
+
+
+def _flaps_with(world: World, fault: Fault) -> int:
+    """Return how many times ends of such a connection flap while `fault` lasts, itself among them."""
+    flaps = [each for _, _, each in world.befell if each.kind == "flap" and world.by_name[each.who].kind in ENDS]
+    return sum(each.at_s < fault.at_s + fault.for_s and fault.at_s < each.at_s + each.for_s for each in flaps)

@@ -17,7 +17,7 @@ MUTATIONS = (
              "pdbus.client.core:ClientCore._accepted",
              "if len(request.ids) > request.offset and (attempt,", "if False and (attempt,", seed=113, how="tight"),
     Mutation("poison-by-resets", "requests are poison though no rank has died",
-             "controller.requests.losses:Losses.lost", "if loss.died:\n                request.losses", "if True:\n                request.losses", seed=9, how="tight"),
+             "controller.requests.losses:Losses.lost", "if loss.died:\n                request.losses", "if True:\n                request.losses", seed=26, how="tries"),
     Mutation("resets-lose-work", "what ended during a reset is never told",
              "nodes.link.rank:LinkedRank.welcomed", "if again:", "if False:", seed=113, how="tight"),
     Mutation("doubts-for-ever", "what a rank lost with its connection is waited for without an end",

@@ -158,6 +158,27 @@ def test_goodbyes_that_no_queue_takes_are_sent_again_for_a_while() -> None:
     assert UNTAKEN_S < d.now - began < UNTAKEN_S + 0.2
 
 
+def test_an_attach_that_no_queue_takes_is_sent_again_at_once() -> None:
+    """A rank ends what nobody reads after a second, where others wait for its place."""
+    d = Driver()
+    (attach,) = d.accept()
+    for _ in range(3):
+        d.untaken(d.sent[-1:])
+        assert d.wait(0.05) == [attach]
+    assert d.wait(0.5) == []
+
+
+def test_no_attach_is_sent_again_where_the_request_is_read_no_more() -> None:
+    d = Driver()
+    d.accept()
+    d.untaken(d.sent[-1:])
+    d.accept(2, RANK_1)
+    assert d.wait(0.5) == []
+    d.untaken(d.sent[-1:])
+    d.take(d.core.cancel("r", d.now))
+    assert d.wait(0.5) == []
+
+
 def test_no_goodbye_is_sent_to_where_the_request_is_again() -> None:
     d = Driver()
     d.accept()

@@ -85,11 +85,11 @@ class TestRetries:
         world.submit(submit("killer"))
         world.pass_time(3.5, alive=[U[1]])
         world.pass_time(3.5)
-        assert [failed.code for failed in world.answers(Failed)] == ["empty_prompt", "poison"]
+        assert [failed.code for failed in world.answers(Failed)] == ["empty_prompt", "peer_lost"]
         (note,) = [note for note in world.notes if note.event == "request.failed"]
         assert note.level == "warning"
         assert note.fields.items() >= {"rid": "killer", "attempt": 2, "room": None, "unified": "u/1"}.items()
-        assert note.fields["code"] == "poison"
+        assert note.fields["code"] == "peer_lost"
         assert "rank u/1 is lost" in note.fields["why"]
         (retried,) = [note for note in world.notes if note.event == "request.retried"]
         assert retried.level == "info"

@@ -98,6 +98,20 @@ class TestIdentity:
         assert [d.attempt for d in world.answers(Done)] == [2]
         world.assert_empty()
 
+    def test_no_try_has_a_number_that_was_used_here_whatever_other_request_had_the_rid_since(self) -> None:
+        """Ranks remember how an attempt of a room ended, and answer it again with that."""
+        world = unified(attempts=2)
+        world.submit(submit("r", bootstrap_room=1))
+        for node in U:
+            world.progress(node, ended=world.dispatches(node)[-1:], code="engine_failed")
+        for room, attempt in ((2, 1), (3, 4)):
+            world.submit(submit("r", bootstrap_room=room, attempt=attempt), peer="another")
+            dispatched = world.dispatches()[-1]
+            for node in U:
+                world.progress(node, ended=[each for each in world.dispatches(node) if each is dispatched])
+        world.submit(submit("r", bootstrap_room=1, attempt=2))
+        assert [dispatch.attempt for dispatch in world.dispatches()] == [1, 2, 3, 4, 5]
+
     def test_one_client_may_not_fill_the_house(self) -> None:
         world = unified(client_requests=2)
         for n in range(3):

@@ -168,11 +168,34 @@ class TestDeaths:
         world.submit(submit("r", attempt=50))
         assert world.core.life.requests["r"].losses == 0
 
+    @pytest.mark.parametrize("says", [U[0], Pong(0, 0, False)], ids=["hello", "pong"])
+    def test_a_rank_that_falls_silent_and_is_heard_again_within_a_lease_has_not_died(self, says: Hello | Pong) -> None:
+        """It does not hear its controller: its hellos come, a little later than its lease."""
+        world = unified(U[0], attempts=2)
+        for n in range(4):
+            world.submit(submit("r", attempt=10 * n + 1))
+            world.pass_time(3.5)
+            world.feed(FromNode(peer_of(U[0]), says))
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost"] * 4
+        world.pass_time(4.0, alive=U[:1])
+        world.submit(submit("r", attempt=50))
+        assert world.core.life.requests["r"].losses == 0
+
+    def test_a_rank_that_stays_silent_for_another_lease_has_died(self) -> None:
+        world = unified(U[0], attempts=2)
+        for n in range(2):
+            world.submit(submit("r", attempt=10 * n + 1))
+            world.pass_time(6.5)
+            world.join(U[0])
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost"] * 2
+        world.submit(submit("r", attempt=50))
+        assert world.answers(Failed)[-1].code == "poison"
+
     def test_a_pair_that_loses_both_legs_has_lost_once(self) -> None:
         world = pd()
         world.submit(submit("r", "pair"))
         at = [node for node in (*P, *D) if world.dispatches(node)]
-        world.pass_time(3.5, alive=[node for node in (*P, *D) if node not in at])
+        world.pass_time(6.5, alive=[node for node in (*P, *D) if node not in at])
         assert world.core.life.requests["r"].losses == 1
 
 
@@ -211,10 +234,9 @@ class TestBesideWhatKillsRanks:
             world.submit(submit(rid))
         self.play(world, nodes, silently=silently)
         assert {done.rid for done in world.answers(Done)} == set(rids)
-        if not silently:  # that the last one died as well was not known when it failed
-            assert failure(world).code == "peer_lost"
-            world.submit(submit("killer", attempt=4))
-        assert [failed.rid for failed in world.answers(Failed)] == ["killer"] * (1 if silently else 2)
+        assert failure(world).code == "peer_lost"  # that the last one died as well was not known then
+        world.submit(submit("killer", attempt=4))
+        assert [failed.rid for failed in world.answers(Failed)] == ["killer"] * 2
         assert world.answers(Failed)[-1].code == "poison"
 
     def at_risk(self, count: int, **settings: Any) -> tuple[World, Hello, Hello]:
@@ -227,7 +249,8 @@ class TestBesideWhatKillsRanks:
         for node in nodes[1:3]:
             world.join(node)
             world.pass_time(3.5, alive=[node])
-        assert [request.losses for request in world.core.life.requests.values()] == [2] * count
+        life = world.core.life
+        assert [life.losses.of(request) for request in life.requests.values()] == [2] * count
         return world, nodes[2], nodes[3]
 
     def test_they_go_one_by_one_until_each_has_a_token_and_hold_up_nothing_else(self) -> None:
