@@ -156,6 +156,9 @@ def _readers(world: World, node: NodeProcess) -> None:
     """What nobody reads ends; sooner where others wait for its place."""
     for number, rank in node.part.host.ranks.items():
         waiting = rank.runner.load().waiting if len(rank.core) > 1 else 0
+        which = node.name, node.starts, number
+        crowded_at = world.crowded[which] = world.crowded.get(which, world.now) if waiting else world.now
+        crowded = world.now - max(crowded_at, node.paused_until) > AWAKE_S
         for leg in rank.core.legs:
             if leg.role == "prefill" or leg.reader is not None or leg.continue_on_disconnect:
                 continue
@@ -166,8 +169,9 @@ def _readers(world: World, node: NodeProcess) -> None:
                 continue
             unread_s = world.now - max(leg.unread_since, node.paused_until)
             unclaimed_s = node.part.host.streams.unclaimed_s(leg, world.now) if waiting else 0.0
-            if unread_s > UNREAD_S or min(unclaimed_s, unread_s) > ATTACH_GRACE_S + AWAKE_S:
-                what = f"{node.name}/{number}, {waiting} wait, {unread_s:.2f} s unread: {leg}"
+            in_the_way = crowded and min(unclaimed_s, unread_s) > ATTACH_GRACE_S + AWAKE_S
+            if unread_s > UNREAD_S or in_the_way:
+                what = f"{node.name}/{number}, {waiting} wait since {crowded_at:.2f}, {unread_s:.2f} s unread: {leg}"
                 raise Broken("an unread leg ends", what, leg.rid)
 
 
