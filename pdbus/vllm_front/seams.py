@@ -88,6 +88,7 @@ CALLED = (
     Seam("vllm.v1.engine.output_processor", "RequestOutputCollector.put", "self, output"),
     Seam("vllm.v1.metrics.stats", "PrefillStats.set",
          "self, num_prompt_tokens, num_local_cached_tokens, num_external_cached_tokens"),
+    Seam("vllm.v1.metrics.stats", "PrefillStats.finalize", "self, num_cached_tokens"),
     Seam("vllm.v1.engine", "EngineCoreEvent.new_event", "cls, event_type, timestamp"),
 )  # fmt: skip
 
