@@ -313,7 +313,7 @@ def _show(cluster: Cluster | RayCluster) -> None:
     click.echo(f"Try, from another terminal:  pdbus generate{usual} 'What is a load balancer?'   (Ctrl-C ends it all)")
     if edge := cluster.children.get("edge"):
         url = edge.facts["endpoint"]
-        click.echo(f"or:  {curl_line(url, cluster.spec.model)}")
+        click.echo(f"or:  {curl_line(url, cluster.spec.served_model)}")
         if cluster.spec.front != "light":
             click.echo(f"This is vLLM's own server (the API: {url}/docs); the light edge instead: --front light")
         else:

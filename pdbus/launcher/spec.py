@@ -9,7 +9,7 @@ from bus.arguments import typed
 from bus.errors import ConfigError
 from bus.wire.messages import MAX_DP_SIZE, Role
 from nodes.engines import kind_of
-from pdbus.vllm_front.launch import model_arguments
+from pdbus.vllm_front.launch import model_arguments, served_name
 
 Kind = Literal["broker", "controller", "node", "edge"]
 
@@ -121,6 +121,11 @@ class ClusterSpec:
             raise ConfigError("metrics_port is for parts with a process of their own, not for an embedded cluster")
         if not 0 <= self.metrics_port <= 65535:
             raise ConfigError(f"--metrics-port {self.metrics_port}: a port lies between 1 and 65535 (0: none)")
+
+    @property
+    def served_model(self) -> str:
+        """The name by which HTTP clients ask for the model."""
+        return served_name(self.model, (*self.engine_args, *self.front_args))
 
     def instances(self) -> dict[str, tuple[Role, int]]:
         """Return the role and the number of ranks of each instance by name (`prefill-0`); roles without ranks have

@@ -50,3 +50,14 @@ def model_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
         if takes and "=" not in word:
             found += arguments[number + 1 : number + 2]
     return tuple(found)
+
+
+def served_name(model: str, arguments: Sequence[str]) -> str:
+    """Return the name by which vLLM serves `model` with these arguments: that of the last `--served-model-name`, the
+    first where that has several; without one, `model`."""
+    name = model
+    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        option, equals, value = word.partition("=")
+        if option.replace("_", "-") == "--served-model-name":
+            name = value if equals else following
+    return name

@@ -39,7 +39,7 @@ def test_one_machine(tmp_path: Path) -> None:
     port = free_ports("127.0.0.1", 1)
     (line,) = (words for words in commands(at(port, one("pdbus up"))) if words[1] == "up")
     small = {"vllm": "numpy", "/models/Qwen3-8B": "smollm2"}
-    line = [small.get(word, word) for word in line] + ["--front", "vllm", "--prefill", "1", "--decode", "1"]
+    line = [small.get(word, word) for word in line] + ["--front", "vllm"]
     body = {
         "model": "coder",
         "temperature": 0,

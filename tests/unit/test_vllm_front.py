@@ -107,3 +107,16 @@ def test_up_refuses_a_front_that_cannot_be(arguments: list[str], why: str) -> No
     ended = CliRunner().invoke(up.up, ["--engine", "sim", "--http", "8000", *arguments])
     assert isinstance(ended.exception, ConfigError)
     assert str(ended.exception) == why
+
+
+def test_the_line_that_up_prints_asks_for_the_model_by_the_name_under_which_it_is_served() -> None:
+    def served(*front_args: str, engine_args: tuple[str, ...] = ()) -> str:
+        return ClusterSpec(
+            unified=1, engine="vllm", model="/m", front="vllm", front_args=front_args, engine_args=engine_args
+        ).served_model
+
+    assert served("--tool-call-parser", "hermes") == "/m"
+    assert served("--served-model-name", "coder", "other", "--enable-auto-tool-choice") == "coder"
+    assert served("--served_model_name=coder", engine_args=("--served-model-name", "chat")) == "coder"
+    assert served(engine_args=("--served-model-name", "chat")) == "chat"
+    assert served("--served-model-name") == ""
