@@ -143,6 +143,8 @@ class StepShares:
                 budget -= tokens
                 used[client] = used.get(client, 0) + tokens
                 given.append((sequence, tokens))
+                if not budget:
+                    break
         least_charge = SHARE_MIN  # of the first, for which the step is short: a stream of tiny prompts has its price
         for client, tokens in used.items():
             self._fair.serve(client, max(least_charge, tokens))

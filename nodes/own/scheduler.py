@@ -117,6 +117,8 @@ class Scheduler:
         """Admit what there is space for, and return the imported sequences admitted since the last call: the caller
         fills their `table` with KV, then calls `start`."""
         self._admit()
+        if not self._admitted:
+            return []
         admitted, self._admitted = self._admitted, []
         return [s for s in admitted if s.phase is Phase.FETCHING]
 
@@ -154,10 +156,9 @@ class Scheduler:
         if self._in_step:
             return None
         self._admit()
+        self._choose()
         rows: list[Row] = []
-        fed = self._in_step
-        budget = self.chunk_tokens
-        for sequence in self._running.values():
+        for sequence in self._in_step:
             if sequence.phase is Phase.DECODING:
                 index = len(sequence.output)
                 row_at = len(sequence.prompt) + index - 1
@@ -165,21 +166,14 @@ class Scheduler:
                     Row(sequence.id, (sequence.output[-1],), row_at, sequence.table, sequence.params,
                         sequence.offset + index)
                 )  # fmt: skip
-                sequence.fed = 1
-                fed.append(sequence)
-                budget -= 1
-        budget = max(budget, self.pool.block_tokens)  # prompts progress however many sequences decode
-        prompts = (sequence for sequence in self._running.values() if sequence.phase is Phase.PROMPT)
-        for sequence, count in self._shares.divide(prompts, budget, self.step, self.pool.block_tokens):
-            end = sequence.computed + count
-            last = end == len(sequence.prompt)
-            tokens = sequence.prompt[sequence.computed : end]
-            rows.append(
-                Row(sequence.id, tokens, sequence.computed, sequence.table, sequence.params if last else None,
-                    sequence.offset)
-            )  # fmt: skip
-            sequence.fed = count
-            fed.append(sequence)
+            else:
+                end = sequence.computed + sequence.fed
+                last = end == len(sequence.prompt)
+                tokens = sequence.prompt[sequence.computed : end]
+                rows.append(
+                    Row(sequence.id, tokens, sequence.computed, sequence.table, sequence.params if last else None,
+                        sequence.offset)
+                )  # fmt: skip
         return StepPlan(self.step + 1, tuple(rows)) if rows else None
 
     def complete(self, result: StepResult) -> list[Sequence]:
@@ -191,7 +185,6 @@ class Scheduler:
         self.step += 1
         self.busy_us_total += round(result.duration_s * 1e6)
         outputs: list[Sequence] = []
-        size = self.pool.block_tokens
         for sequence in stepped:
             fed, sequence.fed = sequence.fed, 0
             if sequence.doomed:
@@ -201,14 +194,7 @@ class Scheduler:
                 self._remove(sequence)
                 outputs.append(sequence)
             else:
-                self._hold(sequence, fed)
-                if sequence.phase is Phase.PROMPT:
-                    self.computed_tokens_total += fed
-                    self._expect(sequence, len(sequence.prompt) - sequence.computed)
-                    if sequence.computed == len(sequence.prompt):
-                        sequence.phase = Phase.DECODING
-                if sequence.computed >= (sequence.committed + 1) * size:
-                    self._commit(sequence)
+                self._advance(sequence, fed)
                 if sequence.phase is Phase.DECODING:
                     if logprobs:
                         sequence.logprobs = logprobs.get(sequence.id)
@@ -217,6 +203,34 @@ class Scheduler:
         return outputs
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        """Put the sequences of the next step into `_in_step`, and into `fed` how many tokens it takes of each."""
+        fed, prompts = self._in_step, []
+        for sequence in self._running.values():
+            if sequence.phase is Phase.DECODING:
+                sequence.fed = 1
+                fed.append(sequence)
+            elif sequence.phase is Phase.PROMPT:
+                prompts.append(sequence)
+        if prompts:
+            size = self.pool.block_tokens
+            budget = max(self.chunk_tokens - len(fed), size)  # prompts progress however many sequences decode
+            for sequence, count in self._shares.divide(prompts, budget, self.step, size):
+                sequence.fed = count
+                fed.append(sequence)
+
+    def _advance(self, sequence: Sequence, fed: int) -> None:
+        """Account for `fed` more tokens in the KV memory of a sequence. It decodes once its prompt is computed."""
+        sequence.computed += fed
+        self._kv_tokens += fed
+        if sequence.phase is Phase.PROMPT:
+            self.computed_tokens_total += fed
+            self._expect(sequence, len(sequence.prompt) - sequence.computed)
+            if sequence.computed == len(sequence.prompt):
+                sequence.phase = Phase.DECODING
+        if sequence.computed >= (sequence.committed + 1) * self.pool.block_tokens:
+            self._commit(sequence)
 
     def _append(self, sequence: Sequence, token: int) -> None:
         sequence.output.append(token)

@@ -28,7 +28,9 @@ class VirtualLoop:
 
     def call_later(self, delay_s: float, function: Callable[..., None], *arguments: Any) -> int:
         """Schedule a call in `delay_s` seconds, as `call_at` does."""
-        return self.call_at(self.now + delay_s, function, *arguments)
+        self._scheduled += 1
+        heapq.heappush(self._events, (self.now + delay_s, self._scheduled, function, arguments))
+        return self._scheduled
 
     def cancel(self, event: int) -> None:
         """Drop a call that has not been made. The number of a call that was made must not be given."""

@@ -62,6 +62,10 @@ class RunPool(BlockPool):
         return self._unused + self._unheld
 
     @property
+    def held(self) -> int:
+        return self.blocks - self._unused - self._unheld
+
+    @property
     def cached(self) -> int:
         return len(self._run_of)
 
@@ -73,7 +77,11 @@ class RunPool(BlockPool):
 
     def match_prefix(self, hashes: Sequence[int]) -> list[int]:
         """Return a list as long as the longest cached prefix of `hashes`, in blocks."""
-        return [0] * self._match(as_array(hashes))[0]
+        return [0] * self.depth(hashes)
+
+    def depth(self, hashes: Sequence[int]) -> int:
+        """Return the length of the longest cached prefix of `hashes`, in blocks."""
+        return self._match(as_array(hashes))[0]
 
     def take(self, count: int, hashes: Sequence[int] = ()) -> tuple[list[int], int] | None:
         wanted = as_array(hashes[:count])
@@ -105,18 +113,18 @@ class RunPool(BlockPool):
         last = hold.runs[-1] if hold.runs else None  # the run that the next block may join
         if last is not None and last.holds != own:
             last = None
-        for index in range(start, stop):
-            block_hash, parent = hashes[index], hashes[index - 1] if index else ROOT
-            if block_hash in run_of:
-                continue
-            if last is None or last.hashes[-1] != parent:
-                last = _Run(array("Q"), own.copy())
-                hold.runs.append(last)
-            last.hashes.append(block_hash)
-            run_of[block_hash] = last
-            hold.unnamed -= 1
-            if self._record_events:
-                self._events.append(BlockStored(block_hash, parent, ()))
+        parent = hashes[start - 1] if start else ROOT
+        for block_hash in hashes[start:stop]:
+            if block_hash not in run_of:
+                if last is None or last.hashes[-1] != parent:
+                    last = _Run(array("Q"), own.copy())
+                    hold.runs.append(last)
+                last.hashes.append(block_hash)
+                run_of[block_hash] = last
+                hold.unnamed -= 1
+                if self._record_events:
+                    self._events.append(BlockStored(block_hash, parent, ()))
+            parent = block_hash
 
     def release(self, table: Sequence[int]) -> None:
         for number in table:

@@ -14,12 +14,15 @@ from msgspec.structs import replace
 
 from bus.wire.messages import Ack, Load, MemberKey
 from nodes.own.blocks import KvEvent
-from nodes.own.engines.base import StepResult
 from nodes.own.engines.timing import SimTiming
 from nodes.own.sequence import Sequence
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.pool import RunPool
 from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
+
+
+def _nothing() -> None:
+    pass
 
 
 class VirtualRank:
@@ -49,7 +52,7 @@ class VirtualRank:
         self.pool = RunPool(blocks, block_tokens, record_events=kv_events)
         self.scheduler = LabScheduler(self.pool, max_running=max_running, chunk_tokens=chunk_tokens)
         self.steps_taken: list[Callable[[], None]] = []  # called after each computed step (not within decode runs)
-        self.changed: list[Callable[[], None]] = []  # called after each change of `state`
+        self.before_change: Callable[[], None] = _nothing  # called before each change of `state`
         self._loop = loop
         self._timing = timing
         self._on_output = on_output
@@ -75,6 +78,7 @@ class VirtualRank:
     def ingest(self, sequence: Sequence, controller_epoch: int, charge: int) -> None:
         """Take a request that a controller dispatched here: acknowledge it with its `charge` (tokens) and queue it. A
         decode sequence stays parked until `kv_ready`."""
+        self.before_change()
         last = self._acks.get(controller_epoch, Ack(controller_epoch, 0, 0))
         self._acks[controller_epoch] = Ack(controller_epoch, last.dispatches + 1, last.tokens + charge)
         self._acks_now = tuple(self._acks.values())
@@ -87,17 +91,20 @@ class VirtualRank:
     def kv_ready(self, seq: int) -> None:
         """Queue the parked sequence `seq` for memory: its prompt is computed at the prefill rank. `on_admitted` follows
         when it gets it."""
+        self.before_change()
         self.scheduler.unpark(seq)
         self._begin()
 
     def fetched(self, seq: int) -> None:
         """Start to decode `seq`, whose KV cache has arrived here."""
+        self.before_change()
         self._interrupt()
         self.scheduler.start(seq, NO_TOKEN)
         self._begin()
 
     def release(self, seq: int) -> None:
         """Free the memory of `seq`, which is no longer needed here and is not decoding."""
+        self.before_change()
         self.scheduler.release(seq)
         self._begin()
 
@@ -158,16 +165,12 @@ class VirtualRank:
         if self._on_begun is not None:
             while self.scheduler.begun:
                 self._on_begun(self.scheduler.begun.popleft())
-        for function in self.changed:
-            function()
 
     def _step(self, began_s: float) -> None:
-        plan = self.scheduler.plan()
-        self._stepping = plan is not None
-        if plan is not None:
-            duration_s = self._timing.rows_s(plan.rows)
-            asked = tuple((row.seq, NO_TOKEN) for row in plan.rows if row.params is not None)
-            self._loop.call_at(began_s + duration_s, self._complete, StepResult(plan.number, asked, duration_s))
+        duration_s = self.scheduler.begin_step(self._timing)
+        self._stepping = duration_s is not None
+        if duration_s is not None:
+            self._loop.call_at(began_s + duration_s, self._complete, duration_s)
 
     def _interrupt(self) -> None:
         """End a run of decode steps before a change: complete the steps that are over, and begin the present one."""
@@ -180,16 +183,16 @@ class VirtualRank:
         self._step(run.ends_s(done))
 
     def _run_ended(self) -> None:
+        self.before_change()
         run, self._run = self._run, None
         assert run is not None
         self.scheduler.skip(run, run.steps - 1)
-        plan = self.scheduler.plan()
-        assert plan is not None
-        tokens = tuple((row.seq, NO_TOKEN) for row in plan.rows)
-        self._complete(StepResult(plan.number, tokens, run.ends_s(run.steps) - run.ends_s(run.steps - 1)))
+        self.scheduler.begin_step(self._timing)
+        self._complete(run.ends_s(run.steps) - run.ends_s(run.steps - 1))
 
-    def _complete(self, result: StepResult) -> None:
-        outputs = self.scheduler.complete(result)
+    def _complete(self, duration_s: float) -> None:
+        self.before_change()
+        outputs = self.scheduler.end_step(duration_s)
         self._stepping = False
         for sequence in outputs:
             if self._on_first is not None and len(sequence.output) == 1 + sequence.imported:

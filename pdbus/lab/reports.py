@@ -1,7 +1,7 @@
 """Load reports on their way from ranks to choosers. Owns their times, their loss and their order.
 
 A report only informs later decisions, so it needs no event of its own. The reports due since a rank's last change are
-made when it changes again, or when a chooser reads, from the state in between. Only the last report that has come to a
+made before it changes again, or when a chooser reads, and share one record of the state in between. Only the last report that has come to a
 chooser counts, because each overwrites the one before. A test checks that this equals making each report at its time.
 """
 
@@ -18,6 +18,15 @@ from pdbus.lab.choosers import Chooser
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.scheduler import DecodeRun
+
+
+class _State:
+    """The state of a rank between two changes, for the reports of that time; None as long as it is the present one."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self) -> None:
+        self.parts: tuple[Load, DecodeRun | None] | None = None
 
 
 class Reports:
@@ -38,13 +47,14 @@ class Reports:
         self._before_ingest = before_ingest
         self._next_s = rng.random() * interval_s
         self._made = 0
-        self._coming: list[deque[tuple[float, int, Load, DecodeRun | None]]] = [deque() for _ in range(readers)]
-        self._state = rank.state(before_ingest)
-        rank.changed.append(self._changed)
+        self._coming: list[deque[tuple[float, int, _State]]] = [deque() for _ in range(readers)]
+        self._state: _State | None = None  # of the reports made since the last change; None: none was made
+        rank.before_change = self._before_change
 
     def report_now(self) -> None:
         """Make a report of the present state, beside the regular ones."""
-        self.catch_up()
+        if self._next_s <= self._loop.now:
+            self.catch_up()
         self._make(self._loop.now)
 
     def catch_up(self) -> None:
@@ -62,15 +72,18 @@ class Reports:
     def last(self, reader: int) -> tuple[float, Load] | None:
         """Return when the newest report came to `reader` (its number, from 0), and the report; None if none came since
         the last call. Older ones are dropped."""
-        self.catch_up()
+        now, delay_s = self._loop.now, self._delay_s
+        if self._next_s <= now:
+            self.catch_up()
         coming, come = self._coming[reader], None
-        while coming and coming[0][0] + self._delay_s <= self._loop.now:
+        while coming and coming[0][0] + delay_s <= now:
             come = coming.popleft()
         if come is None:
             return None
-        made_s, number, load, run = come
+        made_s, number, state = come
+        load, run = state.parts or self._keep(state)
         held = load.kv_tokens + (run.rows * run.done(made_s) if run is not None else 0)
-        return made_s + self._delay_s, replace(load, seq=number, kv_tokens=held)
+        return made_s + delay_s, replace(load, seq=number, kv_tokens=held)
 
     def next_s(self, reader: int) -> float:
         """Return the time when the next report may come to `reader`, if nothing changes until then."""
@@ -78,18 +91,28 @@ class Reports:
         coming = self._coming[reader]
         return (coming[0][0] if coming else self._next_s) + self._delay_s
 
-    def _changed(self) -> None:
-        self.catch_up()  # of the state until now
-        self._state = self._rank.state(self._before_ingest)
+    def _before_change(self) -> None:
+        if self._next_s <= self._loop.now:
+            self.catch_up()
+        state, self._state = self._state, None
+        if state is not None and state.parts is None:
+            self._keep(state)
+
+    def _keep(self, state: _State) -> tuple[Load, DecodeRun | None]:
+        state.parts = self._rank.state(self._before_ingest)
+        return state.parts
 
     def _make(self, at_s: float) -> None:
         self._made += 1
+        if self._state is None:
+            self._state = _State()
+        report = at_s, self._made, self._state
         come = at_s + self._delay_s <= self._loop.now
         for coming in self._coming:
-            if self._rng.random() >= self._loss:
+            if not self._loss or self._rng.random() >= self._loss:
                 if come:
                     coming.clear()  # replaced before a chooser read it
-                coming.append((at_s, self._made, *self._state))
+                coming.append(report)
 
 
 class Listener:
@@ -103,10 +126,11 @@ class Listener:
 
     def read(self) -> None:
         """Pass the reports that have come by now to the chooser."""
+        reader, report = self._reader, self.chooser.report
         for dp_rank, reports in enumerate(self._reports):
-            come = reports.last(self._reader)
+            come = reports.last(reader)
             if come is not None:
-                self.chooser.report(dp_rank, come[1], come[0])
+                report(dp_rank, come[1], come[0])
 
     def next_s(self) -> float:
         """Return the time when the next report may come; infinite if no rank reports."""

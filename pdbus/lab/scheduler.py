@@ -75,6 +75,35 @@ class LabScheduler(Scheduler):
         first_s = timing.step_s(0, rows, context)
         return DecodeRun(now, rows, steps, first_s, timing.per_context_token_s * rows)
 
+    def begin_step(self, timing: SimTiming) -> float | None:
+        """Begin the next step, as `plan` does after `take_admitted`, without rows for an engine. Return its seconds by
+        `timing`; None if there is nothing to compute."""
+        assert not self._in_step
+        self._choose()
+        prompt_tokens = decoding = context = 0
+        for sequence in self._in_step:
+            if sequence.fed == 1:
+                decoding += 1
+            else:
+                prompt_tokens += sequence.fed
+            context += sequence.computed
+        return timing.step_s(prompt_tokens, decoding, context) if self._in_step else None
+
+    def end_step(self, duration_s: float) -> list[Sequence]:
+        """End the step, as `complete` does, and return the sequences with one more token."""
+        stepped, self._in_step = self._in_step, []
+        self.step += 1
+        self.busy_us_total += round(duration_s * 1e6)
+        outputs = []
+        for sequence in stepped:
+            assert not sequence.doomed, "nothing is cancelled here while it is computed"
+            fed, sequence.fed = sequence.fed, 0
+            self._advance(sequence, fed)
+            if sequence.phase is Phase.DECODING:
+                self._append(sequence, NO_TOKEN)
+                outputs.append(sequence)
+        return outputs
+
     def skip(self, run: DecodeRun, steps: int) -> None:
         """Do the first `steps` of `run` at once: fewer than all, so that no sequence ends."""
         if not steps:
@@ -83,12 +112,15 @@ class LabScheduler(Scheduler):
         assert not self._in_step
         self.step += steps
         self.busy_us_total += round((run.ends_s(steps) - run.began_s) * 1e6)
+        tokens = [NO_TOKEN] * steps
         for sequence in self._running.values():
             if sequence.phase is Phase.DECODING:
-                self._hold(sequence, steps)
-                sequence.output.extend([NO_TOKEN] * steps)
+                sequence.computed += steps
+                self._kv_tokens += steps
+                sequence.output += tokens
                 if sequence.hashes and len(sequence.hashes) > sequence.committed:
                     self._commit(sequence)
+        self._admit()  # as `plan` does: a prompt may share the blocks that have names now
 
     def _commit(self, sequence: Sequence) -> None:
         """Name the blocks that became full, as far as their hashes are known: prompts are ranges here."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bus.errors import ConfigError
-from bus.wire.messages import Ended, Role, Sent, Submit
+from bus.wire.messages import Ended, Params, Role, Sent, Submit
 from controller.costs import Costs
 from controller.policies.registry import find
 from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder
@@ -37,6 +37,7 @@ from pdbus.lab.traces import Trace, TraceRequest
 RESTATE_S = 1.0
 TICK_S = 0.05  # of a controller
 SHARE_STEP = 0.02
+PARAMS = Params()  # of all requests: nothing is sampled
 
 
 @dataclass(slots=True)
@@ -183,7 +184,7 @@ class _Truth:
 
     def cached_tokens(self, dp_rank: int, hashes: Seq[int]) -> int:
         pool = self.ranks[dp_rank].pool
-        return len(pool.match_prefix(hashes)) * pool.block_tokens
+        return pool.depth(hashes) * pool.block_tokens
 
     def depart(self, dp_rank: int, tokens: int) -> None:
         self.travelling[dp_rank] += 1
@@ -404,17 +405,17 @@ class _Run:
             self.decode.arrive(course.decode_rank, tokens)
             count = max(1, request.output_tokens) + self.config.first_at_decode  # prefill's token is dropped
             hashes = self.kept_hashes[number] if self.config.decode_cache else array("Q")
-            leg = Sequence(number, range(tokens), count, imported=True, hashes=hashes)
+            leg = Sequence(number, range(tokens), count, PARAMS, imported=True, hashes=hashes)
             self.decode.ranks[course.decode_rank].ingest(leg, epoch, decode_charge)
         self.prefill.arrive(course.prefill_rank, tokens)
-        leg = Sequence(number, range(tokens), 1, hold=True, hashes=self.hashes[number])
+        leg = Sequence(number, range(tokens), 1, PARAMS, hold=True, hashes=self.hashes[number])
         self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, charge)
 
     def _arrive_unified(self, number: int, charge: int) -> None:
         course = self.courses[number]
         request, tokens = course.request, course.request.prompt_tokens
         self.unified.arrive(course.unified_rank, tokens)
-        leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=self.kept_hashes[number])
+        leg = Sequence(number, range(tokens), max(1, request.output_tokens), PARAMS, hashes=self.kept_hashes[number])
         self.unified.ranks[course.unified_rank].ingest(leg, self.owner[number] + 1, charge)
 
     def _arrive_at_decode(self, number: int, charge: int) -> None:
@@ -422,7 +423,7 @@ class _Run:
         request, tokens = course.request, course.request.prompt_tokens
         self.decode.arrive(course.decode_rank, tokens)
         hashes = self.kept_hashes[number] if self.config.decode_cache else array("Q")
-        leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=hashes)
+        leg = Sequence(number, range(tokens), max(1, request.output_tokens), PARAMS, hashes=hashes)
         self.decode.ranks[course.decode_rank].ingest(leg, self.owner[number] + 1, charge)
 
     def _unified_first(self, sequence: Sequence) -> None:
@@ -536,8 +537,13 @@ class _Run:
         best rank of its role."""
         request = self.courses[number].request
         hashes = self.hashes[number][: (request.prompt_tokens - 1) // self.trace.block_tokens]
-        costs = [truth.queued_tokens(rank) - truth.cached_tokens(rank, hashes) for rank in range(len(truth.ranks))]
-        return costs[chosen] - min(costs)
+        whole = len(hashes) * self.trace.block_tokens
+        cost = least = truth.queued_tokens(chosen) - truth.cached_tokens(chosen, hashes)
+        for rank in range(len(truth.ranks)):
+            queued = truth.queued_tokens(rank)
+            if queued - whole < least:  # otherwise no cache could make it the best
+                least = min(least, queued - truth.cached_tokens(rank, hashes))
+        return cost - least
 
     # --- reports ----------------------------------------------------------------------------------------------
 
