@@ -23,6 +23,7 @@ class Phase(enum.Enum):
     GONE = "gone"
 
 
+DEFAULTS = Params()
 SLOT_PHASES = frozenset({Phase.FETCHING, Phase.PROMPT, Phase.DECODING})
 
 
@@ -36,7 +37,7 @@ class Sequence:
     id: int
     prompt: Seq[int]
     max_tokens: int
-    params: Params = field(default_factory=Params)
+    params: Params = DEFAULTS
     stop_ids: frozenset[int] = frozenset()
     priority: int = 0
     imported: bool = False

@@ -77,11 +77,11 @@ class RunPool(BlockPool):
 
     def match_prefix(self, hashes: Sequence[int]) -> list[int]:
         """Return a list as long as the longest cached prefix of `hashes`, in blocks."""
-        return [0] * self.depth(hashes)
+        return [0] * self._match(as_array(hashes))[0]
 
-    def depth(self, hashes: Sequence[int]) -> int:
-        """Return the length of the longest cached prefix of `hashes`, in blocks."""
-        return self._match(as_array(hashes))[0]
+    def cached_tokens(self, hashes: Sequence[int]) -> int:
+        """Return the tokens of the longest cached prefix of `hashes`."""
+        return self._match(as_array(hashes))[0] * self.block_tokens
 
     def take(self, count: int, hashes: Sequence[int] = ()) -> tuple[list[int], int] | None:
         wanted = as_array(hashes[:count])

@@ -1,8 +1,9 @@
 """Load reports on their way from ranks to choosers. Owns their times, their loss and their order.
 
 A report only informs later decisions, so it needs no event of its own. The reports due since a rank's last change are
-made before it changes again, or when a chooser reads, and share one record of the state in between. Only the last report that has come to a
-chooser counts, because each overwrites the one before. A test checks that this equals making each report at its time.
+made before it changes again, or when a chooser reads, and share one look at the state in between. Only the last report
+that has come to a chooser counts, because each overwrites the one before. A test checks that this equals making each
+report at its time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -19,14 +21,8 @@ from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.scheduler import DecodeRun
 
-
-class _State:
-    """The state of a rank between two changes, for the reports of that time; None as long as it is the present one."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self) -> None:
-        self.parts: tuple[Load, DecodeRun | None] | None = None
+_Parts: TypeAlias = tuple[Load, DecodeRun | None]
+_State: TypeAlias = list[_Parts]  # of a rank between two changes, for the reports of that time; empty until it is read
 
 
 class Reports:
@@ -73,7 +69,7 @@ class Reports:
         """Return when the newest report came to `reader` (its number, from 0), and the report; None if none came since
         the last call. Older ones are dropped."""
         now, delay_s = self._loop.now, self._delay_s
-        if self._next_s <= now:
+        if self._next_s <= now:  # asked here, too, because this is called for each rank at each request
             self.catch_up()
         coming, come = self._coming[reader], None
         while coming and coming[0][0] + delay_s <= now:
@@ -81,7 +77,7 @@ class Reports:
         if come is None:
             return None
         made_s, number, state = come
-        load, run = state.parts or self._keep(state)
+        load, run = state[0] if state else self._read(state)
         held = load.kv_tokens + (run.rows * run.done(made_s) if run is not None else 0)
         return made_s + delay_s, replace(load, seq=number, kv_tokens=held)
 
@@ -95,17 +91,18 @@ class Reports:
         if self._next_s <= self._loop.now:
             self.catch_up()
         state, self._state = self._state, None
-        if state is not None and state.parts is None:
-            self._keep(state)
+        if state is not None and not state:
+            self._read(state)
 
-    def _keep(self, state: _State) -> tuple[Load, DecodeRun | None]:
-        state.parts = self._rank.state(self._before_ingest)
-        return state.parts
+    def _read(self, state: _State) -> _Parts:
+        parts = self._rank.state(self._before_ingest)
+        state.append(parts)
+        return parts
 
     def _make(self, at_s: float) -> None:
         self._made += 1
         if self._state is None:
-            self._state = _State()
+            self._state = []
         report = at_s, self._made, self._state
         come = at_s + self._delay_s <= self._loop.now
         for coming in self._coming:

@@ -54,6 +54,7 @@ class LabScheduler(Scheduler):
     """The nodes' `Scheduler` with runs of decode steps."""
 
     pool: RunPool
+    _filled: Sequence | None = None  # its prompt goes on, and took all of the last step
     first_apart = False  # an imported sequence's first decode step is not part of a run: its end is an event
 
     def decode_run(self, timing: SimTiming, now: float) -> DecodeRun | None:
@@ -79,7 +80,12 @@ class LabScheduler(Scheduler):
         """Begin the next step, as `plan` does after `take_admitted`, without rows for an engine. Return its seconds by
         `timing`; None if there is nothing to compute."""
         assert not self._in_step
-        self._choose()
+        sequence, budget = self._filled, max(self.chunk_tokens, self.pool.block_tokens)
+        if sequence is not None and len(sequence.prompt) - sequence.computed >= budget:  # takes all of this one, too
+            sequence.fed = budget
+            self._in_step.append(sequence)
+        else:
+            self._choose()
         prompt_tokens = decoding = context = 0
         for sequence in self._in_step:
             if sequence.fed == 1:
@@ -88,6 +94,10 @@ class LabScheduler(Scheduler):
                 prompt_tokens += sequence.fed
             context += sequence.computed
         return timing.step_s(prompt_tokens, decoding, context) if self._in_step else None
+
+    def start(self, seq: int, first_token: int) -> None:
+        self._filled = None
+        super().start(seq, first_token)
 
     def end_step(self, duration_s: float) -> list[Sequence]:
         """End the step, as `complete` does, and return the sequences with one more token."""
@@ -102,6 +112,7 @@ class LabScheduler(Scheduler):
             if sequence.phase is Phase.DECODING:
                 self._append(sequence, NO_TOKEN)
                 outputs.append(sequence)
+        self._filled = stepped[0] if len(stepped) == 1 and stepped[0].phase is Phase.PROMPT else None
         return outputs
 
     def skip(self, run: DecodeRun, steps: int) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bus.errors import ConfigError
-from bus.wire.messages import Ended, Params, Role, Sent, Submit
+from bus.wire.messages import Ended, Role, Sent, Submit
 from controller.costs import Costs
 from controller.policies.registry import find
 from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder
@@ -37,7 +37,6 @@ from pdbus.lab.traces import Trace, TraceRequest
 RESTATE_S = 1.0
 TICK_S = 0.05  # of a controller
 SHARE_STEP = 0.02
-PARAMS = Params()  # of all requests: nothing is sampled
 
 
 @dataclass(slots=True)
@@ -183,8 +182,7 @@ class _Truth:
         return scheduler.running + scheduler.waiting + self.travelling[dp_rank]
 
     def cached_tokens(self, dp_rank: int, hashes: Seq[int]) -> int:
-        pool = self.ranks[dp_rank].pool
-        return pool.depth(hashes) * pool.block_tokens
+        return self.ranks[dp_rank].pool.cached_tokens(hashes)
 
     def depart(self, dp_rank: int, tokens: int) -> None:
         self.travelling[dp_rank] += 1
@@ -219,6 +217,7 @@ class _Run:
         keeps_outputs = config.outputs_cached and (config.unified_ranks or config.decode_cache)
         self.hashes = [array("Q", request.hashes) for request in trace.requests]  # one copies and compares them in C
         self.kept_hashes = [array("Q", each) for each in trace.kept_hashes()] if keeps_outputs else self.hashes
+        self.decode_hashes = self.kept_hashes if config.decode_cache else [array("Q")] * len(self.courses)
         self.links = Links(self.loop, config.link_s_per_token) if config.link_s_per_token else None
         size = trace.block_tokens
         self.prefill = _Truth(
@@ -296,8 +295,7 @@ class _Run:
     def _order(self) -> ArrivalOrder[_Waiting]:
         if self.kind.orders:
             return PolicyOrder(self.config.overtake_tokens)
-        slo = self.config.queue_order == "slo"
-        return SloOrder(self.config.overtake_tokens) if slo else ArrivalOrder()
+        return SloOrder(self.config.overtake_tokens) if self.config.queue_order == "slo" else ArrivalOrder()
 
     def _bind(self, line: _Line) -> None:
         """Dispatch waiting requests while a prefill rank (under late binding one that is nearly idle) and a decode rank
@@ -404,26 +402,24 @@ class _Run:
         if course.decode_rank >= 0:
             self.decode.arrive(course.decode_rank, tokens)
             count = max(1, request.output_tokens) + self.config.first_at_decode  # prefill's token is dropped
-            hashes = self.kept_hashes[number] if self.config.decode_cache else array("Q")
-            leg = Sequence(number, range(tokens), count, PARAMS, imported=True, hashes=hashes)
+            leg = Sequence(number, range(tokens), count, imported=True, hashes=self.decode_hashes[number])
             self.decode.ranks[course.decode_rank].ingest(leg, epoch, decode_charge)
         self.prefill.arrive(course.prefill_rank, tokens)
-        leg = Sequence(number, range(tokens), 1, PARAMS, hold=True, hashes=self.hashes[number])
+        leg = Sequence(number, range(tokens), 1, hold=True, hashes=self.hashes[number])
         self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, charge)
 
     def _arrive_unified(self, number: int, charge: int) -> None:
         course = self.courses[number]
         request, tokens = course.request, course.request.prompt_tokens
         self.unified.arrive(course.unified_rank, tokens)
-        leg = Sequence(number, range(tokens), max(1, request.output_tokens), PARAMS, hashes=self.kept_hashes[number])
+        leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=self.kept_hashes[number])
         self.unified.ranks[course.unified_rank].ingest(leg, self.owner[number] + 1, charge)
 
     def _arrive_at_decode(self, number: int, charge: int) -> None:
         course = self.courses[number]
         request, tokens = course.request, course.request.prompt_tokens
         self.decode.arrive(course.decode_rank, tokens)
-        hashes = self.kept_hashes[number] if self.config.decode_cache else array("Q")
-        leg = Sequence(number, range(tokens), max(1, request.output_tokens), PARAMS, hashes=hashes)
+        leg = Sequence(number, range(tokens), max(1, request.output_tokens), hashes=self.decode_hashes[number])
         self.decode.ranks[course.decode_rank].ingest(leg, self.owner[number] + 1, charge)
 
     def _unified_first(self, sequence: Sequence) -> None:
@@ -535,14 +531,12 @@ class _Run:
     def _regret(self, truth: _Truth, chosen: int, number: int) -> int:
         """Return the tokens that the chosen rank must compute before this request's first token, minus those at the
         best rank of its role."""
-        request = self.courses[number].request
-        hashes = self.hashes[number][: (request.prompt_tokens - 1) // self.trace.block_tokens]
-        whole = len(hashes) * self.trace.block_tokens
-        cost = least = truth.queued_tokens(chosen) - truth.cached_tokens(chosen, hashes)
-        for rank in range(len(truth.ranks)):
-            queued = truth.queued_tokens(rank)
-            if queued - whole < least:  # otherwise no cache could make it the best
-                least = min(least, queued - truth.cached_tokens(rank, hashes))
+        hashes = self.hashes[number][: (self.courses[number].request.prompt_tokens - 1) // self.trace.block_tokens]
+        whole, queued = len(hashes) * self.trace.block_tokens, [*map(truth.queued_tokens, range(len(truth.ranks)))]
+        cost = least = queued[chosen] - truth.cached_tokens(chosen, hashes)
+        for rank, tokens in enumerate(queued):
+            if tokens - whole < least:  # otherwise no cache makes it the best
+                least = min(least, tokens - truth.cached_tokens(rank, hashes))
         return cost - least
 
     # --- reports ----------------------------------------------------------------------------------------------

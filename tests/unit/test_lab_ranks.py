@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from bus.wire.messages import Load
+from nodes.own.engines.base import StepResult
 from nodes.own.engines.timing import SimTiming
 from nodes.own.sequence import Sequence
 from pdbus.lab.clock import VirtualLoop
+from pdbus.lab.pool import RunPool
 from pdbus.lab.rank import VirtualRank
-from pdbus.lab.scheduler import DecodeRun
+from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 
 TIMING = SimTiming()
 
@@ -71,6 +74,55 @@ def test_runs_equal_single_steps(seed: int, mixed: bool) -> None:
         )
         assert mine.kv_tokens == theirs.kv_tokens
         assert mine.acks == theirs.acks
+
+
+def stepped_with_rows(scheduler: LabScheduler) -> tuple[float | None, list[Sequence]]:
+    """Do a step as a node does."""
+    plan = scheduler.plan()
+    if plan is None:
+        return None, []
+    duration_s = TIMING.rows_s(plan.rows)
+    tokens = tuple((row.seq, NO_TOKEN) for row in plan.rows if row.params is not None)
+    return duration_s, scheduler.complete(StepResult(plan.number, tokens, duration_s))
+
+
+def stepped(scheduler: LabScheduler) -> tuple[float | None, list[Sequence]]:
+    duration_s = scheduler.begin_step(TIMING)
+    return duration_s, [] if duration_s is None else scheduler.end_step(duration_s)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 24, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_without_rows_equal_those_with_rows(seed: int, chunk_tokens: int) -> None:
+    def trial(step: Callable[[LabScheduler], tuple[float | None, list[Sequence]]]) -> list[object]:
+        rng = random.Random(seed)
+        scheduler = LabScheduler(RunPool(150, 16), max_running=6, chunk_tokens=chunk_tokens)
+        fetching: list[int] = []
+        held: list[int] = []
+        seen: list[object] = []
+        for number in range(60):
+            tokens = rng.choice([1, 15, 16, 40, 64, 300])
+            kind = rng.choice(["import", "hold", "unified"])
+            hashes = [] if kind == "import" else [*range(1, tokens // 16 + 1)]
+            scheduler.add(Sequence(number, range(tokens), rng.randint(1, 40), imported=kind == "import",
+                                   hold=kind == "hold", hashes=hashes))  # fmt: skip
+            for _ in range(rng.choice([0, 1, 2, 12])):
+                fetching += [sequence.id for sequence in scheduler.take_admitted()]
+                while fetching and rng.random() < 0.3:
+                    scheduler.start(fetching.pop(0), NO_TOKEN)
+                while held and rng.random() < 0.3:
+                    scheduler.release(held.pop(0))
+                scheduler.take_admitted()
+                duration_s, outputs = step(scheduler)
+                held += [sequence.id for sequence in outputs if sequence.hold]
+                scheduler.pool.validate()
+                seen.append((duration_s, [(each.id, len(each.output), each.finish) for each in outputs],
+                             scheduler.step, scheduler.busy_us_total, scheduler.computed_tokens_total,
+                             scheduler.waiting_tokens, scheduler.kv_tokens, scheduler.running,
+                             scheduler.pool.cached))  # fmt: skip
+        return seen
+
+    assert trial(stepped) == trial(stepped_with_rows)
 
 
 def test_steps_of_a_run() -> None:
