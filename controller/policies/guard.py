@@ -33,6 +33,7 @@ class Guard(Policy):
         self.policy = policy
         self.fixed = bool(policy.fixed)
         self.uses_hashes = bool(policy.uses_hashes)
+        self.counts_queue_only = bool(policy.counts_queue_only)
         self.prefixes = policy.prefixes if isinstance(policy.prefixes, PrefixIndex) else None
         self._on_fault = on_fault
 

@@ -142,6 +142,8 @@ class TableChooser(BaseChooser):
         self._late = LateBinding(config.late_tokens, config.slo_tpot_s if slo and config.tpot_admission else 0.0)
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
         self.balancer = Balancer(self.table, {role: policy}, self._late if late else None, costs=costs)
+        if config.decode_prefills and role == "decode" and policy.counts_queue_only:  # as at unified ranks
+            self.table.count_queue_only(role)
         self._asked: tuple[str, RankLoad] | None = None  # a request whose policy was asked about its rank; for `pick`
         memory = {"decode": config.decode_kv_tokens, "unified": config.unified_kv_tokens}.get(role, 0) if slo else 0
         self._live: dict[str, tuple[Submit, LegRun]] = {}  # by rid

@@ -203,6 +203,14 @@ def test_caches_and_time_reach_the_policy_of_their_role_alone() -> None:
     assert here.told("tick")[-1] == ("tick", pytest.approx(0.1))
 
 
+def test_a_policy_of_ones_own_that_counts_the_queue_alone_sees_no_held_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for counts, tokens in ((False, 700), (True, 0)):
+        monkeypatch.setattr(Recorder, "counts_queue_only", counts)
+        here = Recorded()
+        here.world.report(here.nodes[0], running=1, kv_tokens=700)
+        assert here.world.rank(here.nodes[0]).tokens == tokens
+
+
 def test_a_policy_that_looks_at_hashes_gets_them_from_clients() -> None:
     here = Recorded(prefill_method="total_tokens")
     status = here.world.core.status(1, 0.0)

@@ -13,7 +13,7 @@ from controller_world import D, P, U, World, hello, load, submit
 from bus.errors import BusError, ConfigError
 from bus.wire.hashing import pack_hashes
 from bus.wire.kv_names import Stored
-from bus.wire.messages import Accepted, Cancel, Done, Role
+from bus.wire.messages import Accepted, Cancel, Done, Load, Role
 from controller.balancer import Balancer
 from controller.costs import Costs
 from controller.events import FromClient
@@ -23,7 +23,7 @@ from controller.policies import Metric, Policy, make_policy
 from controller.policies.guard import Guard, overrides
 from controller.policies.methods import CacheAware
 from nodes.own.engines.timing import SimTiming
-from pdbus.lab.choosers import method_of
+from pdbus.lab.choosers import TableChooser, method_of
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
 from pdbus.lab.metrics import summarise
@@ -404,6 +404,15 @@ def test_the_next_turn_is_computed_from_what_decode_keeps(mine: Any) -> None:
     assert second.first_token_s - second.arrived_s == pytest.approx(computed_s, rel=1e-12)
 
 
+def test_decode_ranks_that_compute_prompts_count_what_waits_and_others_what_they_hold() -> None:
+    for able in (True, False):
+        config = replace(PAIR, decode_prefills=able)
+        chooser = TableChooser(make_policy("cache_aware"), "decode", 1, 0, config, 16)
+        chooser.report(0, Load(seq=1, step=1, running=1, waiting=0, waiting_tokens=5, kv_tokens=90, kv_capacity=0,
+                               max_running=0), 0.0)  # fmt: skip
+        assert [rank.tokens for rank in chooser.table.group("decode").members if rank] == [5 if able else 95]
+
+
 def test_a_chunk_in_a_decode_batch_makes_the_step_of_all_longer(mine: Any) -> None:
     here = "def prefill_here(self, rank, request):\n        return request.prompt_tokens == 48"
     config = replace(PAIR, decode_method=mine(here))
@@ -416,8 +425,8 @@ def test_a_chunk_in_a_decode_batch_makes_the_step_of_all_longer(mine: Any) -> No
 
 
 def test_what_a_policy_leaves_to_prefill_ranks_is_as_if_they_were_alone(mine: Any) -> None:
-    """A decode rank that could compute prompts, and is never told to, is as ever."""
-    never = mine("def prefill_here(self, rank, request):\n        return False")
+    """A decode rank that could compute prompts, and is never told to, is as ever, where what it holds counts."""
+    never = mine("counts_queue_only = False\n\n    def prefill_here(self, rank, request):\n        return False")
     config = LabConfig(ranks=2, decode_ranks=2, decode_method=never, decode_cache=True)
     trace = generate_sessions(4, seed=3)
     plain, able = (simulate(trace, "cache_aware", replace(config, decode_prefills=able)) for able in (False, True))
