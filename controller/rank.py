@@ -7,15 +7,17 @@ and what runs there.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any, NamedTuple, TypeAlias
 
 from bus.histogram import Histogram
-from bus.wire.messages import Attempt, Hello, Rid
+from bus.wire.messages import Attempt, CancelLeg, Hello, Rid
+from controller.events import ToNode
 from controller.feeds.follower import Follower
 from controller.load.rank import RankLoad
 from controller.requests.request import LegRun, Request
 
+MAX_CANCELLED = 1024  # cancels of one rank that are remembered
 Work: TypeAlias = dict[Rid, tuple[Request, LegRun]]
 
 
@@ -71,6 +73,7 @@ class Rank:
 
     __slots__ = (
         "asked",
+        "cancelled",
         "clock",
         "epoch",
         "follower",
@@ -89,6 +92,7 @@ class Rank:
         self.load = load
         self.peer = peer
         self.asked: Asked | None = None  # the last ping, until it is answered
+        self.cancelled: OrderedDict[Rid, CancelLeg] = OrderedDict()  # the last of each rid, the oldest first
         self.clock = Clock()
         self.work: Work = {}  # the legs that run there for this controller
         # what it ran before I had dispatched anything to it, until it is taken over; of a start that was known here
@@ -101,3 +105,12 @@ class Rank:
 
     def __repr__(self) -> str:
         return repr(self.load)
+
+    def cancels(self, cancel: CancelLeg) -> ToNode:
+        """Return the action that sends `cancel` to the rank, and remember it: it may be lost with the connection."""
+        if not cancel.if_unfetched:
+            self.cancelled.pop(cancel.rid, None)
+            self.cancelled[cancel.rid] = cancel
+            if len(self.cancelled) > MAX_CANCELLED:
+                self.cancelled.popitem(last=False)
+        return ToNode(self.peer, cancel)

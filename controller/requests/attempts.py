@@ -227,7 +227,7 @@ class Attempts:
         newest = request.attempt - (rank.load.info.role == "prefill")
         for leg in self._table.orphans.overtaken(rank, rid, request.client, newest):
             room = request.submit.bootstrap_room
-            out.append(ToNode(rank.peer, CancelLeg(rid, leg.attempt, "fenced", client=request.client, room=room)))
+            out.append(rank.cancels(CancelLeg(rid, leg.attempt, "fenced", client=request.client, room=room)))
 
     def _end_orphans(self, request: Request, out: list[Action], but_at: Sequence[RankLoad] = ()) -> Attempt:
         """End what runs of the request, except at these ranks, unless it is another key's. Return the newest
@@ -237,7 +237,7 @@ class Attempts:
             newest = max(newest, leg.attempt)
             if leg.rank.load not in but_at:
                 cancel = CancelLeg(request.rid, leg.attempt, "fenced", client=request.client, room=room)
-                out.append(ToNode(leg.rank.peer, cancel))
+                out.append(leg.rank.cancels(cancel))
         return newest
 
     # --- end --------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Attempts:
             if leg.state is LegState.RUNNING:
                 room = request.submit.bootstrap_room
                 cancel = CancelLeg(request.rid, request.attempt, code, if_unfetched=if_unfetched, room=room)
-                out.append(ToNode(self._ranks[leg.rank].peer, cancel))
+                out.append(self._ranks[leg.rank].cancels(cancel))
 
     def withdraw(self, request: Request, code: Code, out: list[Action]) -> None:
         """Cancel the legs that still run, and end them here at once."""

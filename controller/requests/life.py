@@ -30,7 +30,7 @@ from bus.wire.messages import (
 )
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
-from controller.events import Action, Over, ToClient, ToNode
+from controller.events import Action, Over, ToClient
 from controller.load.rank import RankLoad
 from controller.rank import Rank
 from controller.requests.attempts import Attempts
@@ -168,7 +168,7 @@ class RequestLifecycle:
         rid, room = cancel.rid, cancel.room
         client = "" if may(peer, "admins") else key_of(peer)
         for leg in self.table.orphans.claim(rid, client or None):
-            out.append(ToNode(leg.rank.peer, CancelLeg(rid, leg.attempt, client=client, room=room)))
+            out.append(leg.rank.cancels(CancelLeg(rid, leg.attempt, client=client, room=room)))
         request = self.requests.get(rid)
         if request is not None and (room is None or request.submit.bootstrap_room in (None, room)):
             if client not in ("", request.client):

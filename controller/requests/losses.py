@@ -60,7 +60,7 @@ class Losses:
             self._counts["legs_lost"] += 1
             if loss.cancel:
                 room = request.submit.bootstrap_room
-                out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced", room=room)))
+                out.append(rank.cancels(CancelLeg(rid, request.attempt, "fenced", room=room)))
             else:
                 self.unclear.untold(rid, request.attempt, request.submit.bootstrap_room)
             self._attempts.ended(leg, request)
@@ -108,8 +108,14 @@ class Losses:
         """Note that a start of a rank said hello, so it has not died; cancel what it runs and was given up. What it
         runs for a former controller can be adopted from now on, or ends, if the request was placed elsewhere by now."""
         self.unclear.settle(rank)
-        for rid, attempt, room in self.unclear.given_up(running):
-            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced", room=room)))
+        given_up = {
+            rid: CancelLeg(rid, attempt, "fenced", room=room) for rid, attempt, room in self.unclear.given_up(running)
+        }
+        for rid, attempt in running:
+            cancel = rank.cancelled.get(rid)  # lost with the connection, if the leg still runs
+            if cancel is not None and attempt <= cancel.attempt and work_of(rank, rid, attempt) is None:
+                given_up.setdefault(rid, CancelLeg(rid, attempt, "fenced", client=cancel.client, room=cancel.room))
+        out += [ToNode(rank.peer, cancel) for cancel in given_up.values()]
         self._table.orphans.register(rank, now)
         for rid, _ in running:
             self._attempts.fence_late(rank, rid, out)

@@ -77,7 +77,9 @@ def end(world: World, asked: Asked) -> None:
         raise broken("no end without a cause", why)
     felt = _felt(world, asked)
     match result.code:
-        case "ok" if not felt and result.attempts > 1 and not _namesakes(world, asked):
+        case "ok" if (
+            not felt and result.attempts > 1 and not (_namesakes(world, asked) or asked.rid in world.turned_down)
+        ):
             raise broken("what no fault touches takes one try", "")
         case "ok" | "cancelled":
             if not cancelled and len(asked.output.ids) != spec.max_tokens:
@@ -92,6 +94,8 @@ def end(world: World, asked: Asked) -> None:
             if not any(fault.kind == "fail_steps" for *_, fault in world.befell):  # an idle engine fails its next step
                 raise broken("no end without a cause", "no step failed")
         case "decode_failed" if _waits_for_decode(world, asked):
+            pass
+        case "overloaded" if asked.rid in world.turned_down:
             pass
         case "too_many" if "client_requests" in dict(world.spec.settings):
             pass

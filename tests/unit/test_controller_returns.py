@@ -14,6 +14,7 @@ from bus.wire.messages import (
     Accepted,
     Bye,
     Cancel,
+    CancelLeg,
     Done,
     DrainRank,
     Ended,
@@ -337,6 +338,20 @@ class TestConnectionsThatComeBack:
         world.feed(Unreachable(peer_of(U[0])))
         world.feed(FromNode(peer_of(U[0]), ends(U[0], "r")))
         assert len(world.answers(Done)) == 1
+
+    @pytest.mark.parametrize("late", [False, True], ids=["at once", "after more cancels"])
+    def test_a_cancel_that_the_old_connection_swallowed_is_sent_again(
+        self, late: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("controller.rank.MAX_CANCELLED", 2)
+        world = self.one()
+        world.feed(FromClient("client", Cancel("r"), ()))
+        for n in range(2 if late else 1):
+            world.submit(submit(f"s{n}"))
+            world.feed(FromClient("client", Cancel(f"s{n}"), ()))
+        world.join(replace(U[0], running=(("r", 1), ("other", 1))), peer="new")
+        cancels = [a.message for a in world.to_nodes if a.peer == "new" and isinstance(a.message, CancelLeg)]
+        assert [(cancel.rid, cancel.attempt, cancel.code) for cancel in cancels] == [("r", 1, "fenced")] * (not late)
 
     def test_what_was_given_up_while_a_rank_could_not_be_told_ends_when_it_is_back(self) -> None:
         world = unified()
