@@ -351,9 +351,7 @@ class ControllerCore:
     def _on_unreachable(self, event: Unreachable, now: float, out: list[Action]) -> None:
         rank = self.members.peers.get(event.peer)
         self.members.unreachable(event.peer, now, out)
-        if isinstance(event.message, CancelLeg):
-            self.life.losses.untold(event.message)
-        elif rank is not None and isinstance(event.message, Dispatch):
+        if rank is not None and isinstance(event.message, Dispatch):
             self.life.losses.unsent(rank, event.message, now, out)
 
     def _on_node(self, peer: Any, message: Message, now: float, out: list[Action]) -> None:

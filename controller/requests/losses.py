@@ -86,11 +86,6 @@ class Losses:
         request.tries -= 1
         self._again(request, leg, "peer_lost", sentence, now, out)
 
-    def untold(self, cancel: CancelLeg) -> None:
-        """Remember a cancel that did not leave because the connection was gone; `returned` sends it."""
-        if not cancel.if_unfetched:
-            self.unclear.untold(cancel.rid, cancel.attempt, cancel.room)
-
     def unqueued(self, peer: Any, cancel: CancelLeg) -> None:
         """Remember a cancel that the queue of the connection `peer` did not take; `remind` sends it again."""
         if not cancel.if_unfetched and len(self._unqueued) < MAX_UNTOLD:
@@ -115,7 +110,7 @@ class Losses:
             cancel = rank.cancelled.get(rid)  # lost with the connection, if the leg still runs
             if cancel is not None and attempt <= cancel.attempt and work_of(rank, rid, attempt) is None:
                 given_up.setdefault(rid, CancelLeg(rid, attempt, "fenced", client=cancel.client, room=cancel.room))
-        out += [ToNode(rank.peer, cancel) for cancel in given_up.values()]
+        out += [ToNode(rank.peer, given_up[rid]) for rid, _ in running if rid in given_up]
         self._table.orphans.register(rank, now)
         for rid, _ in running:
             self._attempts.fence_late(rank, rid, out)
