@@ -185,6 +185,7 @@ class Health:
         pulse = self.liveness.get(key)
         if pulse is None:
             return None
+        self._excuse_absence(now)
         state = self.state(pulse, now)
         if state == pulse.state:
             return None
@@ -195,13 +196,18 @@ class Health:
     def sweep(self, now: float) -> list[Change]:
         """Record the verdicts on all ranks and return the changes. Call it several times a lease: a longer pause
         between two calls counts as our own absence."""
-        away_s, self._swept_at = now - self._swept_at, now
+        self._excuse_absence(now)
+        self._swept_at = now
+        return [change for key in list(self.liveness) if (change := self.assess(key, now))]
+
+    def _excuse_absence(self, now: float) -> None:
+        """Let a pause of this process count for no rank, before the first verdict after it."""
+        away_s = now - self._swept_at
         if away_s > self._pause_s:
-            self._woke_at = now
+            self._swept_at = self._woke_at = now
             for pulse in self.liveness.values():
                 pulse.last_seen_at = min(now, pulse.last_seen_at + away_s)
                 pulse.step_at = min(now, pulse.step_at + away_s)
-        return [change for key in list(self.liveness) if (change := self.assess(key, now))]
 
     def may_return(self, pulse: Liveness, now: float) -> bool:
         """Return true if a rank without a connection may still say hello over another one before its work is given

@@ -144,6 +144,15 @@ def test_the_picture_settles_when_every_known_rank_has_reported_or_after_a_lease
     assert health(idle=False, settle_s=0.5).settled(LEASE)
 
 
+def test_the_first_word_of_a_rank_after_an_absence_of_our_own_does_not_show_it_hung() -> None:
+    paused = health(idle=False)
+    paused.report(KEY, load(1, step=1, running=1), 0.1)
+    paused.sweep(0.2)
+    now = HANG + LEASE
+    paused.hello(KEY, 1, "ready", idle=False, now=now)  # before the next sweep
+    assert paused.assess(KEY, now) is None
+
+
 def test_an_absence_of_our_own_is_held_against_nobody() -> None:
     paused = health(idle=False)
     paused.report(KEY, load(1, step=1, running=1), 0.1)
