@@ -10,7 +10,8 @@ from simulation.spec import OVER_TCP, Fault
 if TYPE_CHECKING:
     from simulation.world import World
 
-LOST = frozenset({"crash", "pause", "hang", "twice", "revoke"})  # of a node: its controllers lose its ranks
+# of a node: its controllers lose its ranks; of one that drains, where its goodbye is lost
+LOST = frozenset({"crash", "pause", "hang", "twice", "revoke", "drain"})
 POISON = 3  # ranks that died with a request
 ENDS = ("controller", "node")  # of a connection whose loss may be taken for a death
 STEADY_S = 2.0  # a lease may be as short as a connection that flaps is away; longer where it flaps twice over
