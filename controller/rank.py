@@ -92,7 +92,7 @@ class Rank:
         self.load = load
         self.peer = peer
         self.asked: Asked | None = None  # the last ping, until it is answered
-        self.cancelled: OrderedDict[Rid, CancelLeg] = OrderedDict()  # the last of each rid, the oldest first
+        self.cancelled: OrderedDict[tuple[Rid, Attempt], CancelLeg] = OrderedDict()  # the oldest first
         self.clock = Clock()
         self.work: Work = {}  # the legs that run there for this controller
         # what it ran before I had dispatched anything to it, until it is taken over; of a start that was known here
@@ -109,8 +109,8 @@ class Rank:
     def cancels(self, cancel: CancelLeg) -> ToNode:
         """Return the action that sends `cancel` to the rank, and remember it: it may be lost with the connection."""
         if not cancel.if_unfetched:
-            self.cancelled.pop(cancel.rid, None)
-            self.cancelled[cancel.rid] = cancel
+            self.cancelled.pop((cancel.rid, cancel.attempt), None)
+            self.cancelled[cancel.rid, cancel.attempt] = cancel
             if len(self.cancelled) > MAX_CANCELLED:
                 self.cancelled.popitem(last=False)
         return ToNode(self.peer, cancel)

@@ -107,9 +107,9 @@ class Losses:
             rid: CancelLeg(rid, attempt, "fenced", room=room) for rid, attempt, room in self.unclear.given_up(running)
         }
         for rid, attempt in running:
-            cancel = rank.cancelled.get(rid)  # lost with the connection, if the leg still runs
-            if cancel is not None and attempt <= cancel.attempt and work_of(rank, rid, attempt) is None:
-                given_up.setdefault(rid, CancelLeg(rid, attempt, "fenced", client=cancel.client, room=cancel.room))
+            cancel = rank.cancelled.get((rid, attempt))  # lost with the connection, if the leg still runs
+            if cancel is not None and work_of(rank, rid, attempt) is None:
+                given_up[rid] = CancelLeg(rid, attempt, "fenced", client=cancel.client, room=cancel.room)
         out += [ToNode(rank.peer, given_up[rid]) for rid, _ in running if rid in given_up]
         self._table.orphans.register(rank, now)
         for rid, _ in running:
