@@ -142,6 +142,13 @@ class Health:
         if pulse is not None and pulse.cut_at is None:
             pulse.cut_at = now
 
+    def silent_with(self, key: MemberKey, other: MemberKey, now: float) -> None:
+        """Record that a rank is as silent as `other`, a lost one of its process, if it was not heard for half a lease.
+        A live one answers sooner."""
+        pulse, lost = self.liveness[key], self.liveness[other]
+        if now - pulse.last_seen_at > self._lease_s / 2:
+            pulse.last_seen_at = min(pulse.last_seen_at, lost.last_seen_at)
+
     def drain(self, key: MemberKey) -> None:
         """Record that an operator wants the rank to take nothing new, until its next start."""
         pulse = self.liveness.get(key)

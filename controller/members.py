@@ -228,7 +228,9 @@ class Members:
     def sweep(self, now: float, out: list[Action]) -> list[Loss]:
         """Act on all ranks whose state time has changed; call it several times a lease. Forget those gone for long
         (also a `Loss`: everyone that keeps something of a rank must drop it)."""
-        losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, now, out, "time"))]
+        changes = self._health.sweep(now)
+        changes += self._silent_siblings(changes, now)
+        losses = [loss for change in changes if (loss := self._act(change, now, out, "time"))]
         for rank in [rank for rank in self._unclear if self._health.is_dead(self._health.liveness[rank.key], now)]:
             del self._unclear[rank]
             losses.append(Loss(self.ranks[rank], "it did not come back", {}))
@@ -280,6 +282,22 @@ class Members:
         for other in list(self._table.ranks.values()):
             if other is not rank and other.info.endpoint == rank.info.endpoint and _is_later(hello, other.info):
                 self.unreachable(self.ranks[other].peer, now, out)
+
+    def _silent_siblings(self, changes: list[Change], now: float) -> list[Change]:
+        """Return the further ranks that are lost, because one of their process has fallen silent: no request is to go
+        from it to another of the same process that has only spoken a little later."""
+        silent = {
+            self._table.ranks[change.key].info.endpoint: change.key
+            for change in changes
+            if change.new == "lost" and self._health.liveness[change.key].cut_at is None
+        }
+        found = []
+        for rank in self._table.ranks.values() if silent else ():
+            other = silent.get(rank.info.endpoint, rank.key)
+            if other != rank.key:
+                self._health.silent_with(rank.key, other, now)
+                found.append(self._health.assess(rank.key, now))
+        return [change for change in found if change is not None]
 
     def _act(self, change: Change, now: float, out: list[Action], sign: str) -> Loss | None:
         rank = self._table.ranks[change.key]

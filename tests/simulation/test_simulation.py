@@ -24,8 +24,8 @@ from simulation.story import message_in
 # a law in haste. With guests: tries that were forgotten when another's request had the rid. In pairs: a cancel that was
 # lost with its connection. Again: a law that knew of no full rank.
 BROKE = {"--plain": (5, 12, 20781088, 20781124), "": (4, 450, 55, 701574), "--small": (60, 600010, 600141),
-         "--tight": (27, 700525, 701022), "--crowded": (91, 700862, 701415), "--guests": (700978,),
-         "--pairs": (760021,)}  # fmt: skip
+         "--tight": (27, 700525, 701022, 702982), "--crowded": (91, 700862, 701415, 701919),
+         "--guests": (700978, 702931), "--pairs": (760021,)}  # fmt: skip
 
 
 FORMER_TRIES = """

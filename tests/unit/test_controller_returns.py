@@ -192,6 +192,26 @@ class TestDeaths:
         world.submit(submit("r", attempt=50))
         assert world.answers(Failed)[-1].code == "poison"
 
+    def test_the_ranks_of_a_process_that_falls_silent_are_lost_together(self) -> None:
+        """One of them was heard a little later; the request is not tried there in between."""
+        nodes = [replace(hello("u", dp_rank), endpoint="ipc:///u") for dp_rank in range(2)]
+        elsewhere = hello("u2")
+        world = unified(*nodes)
+        world.submit(submit("r"))
+        (first,) = world.dispatches()
+        world.pass_time(0.4, alive=[nodes[1 - first.dp_rank]])
+        world.join(elsewhere)
+        world.report(elsewhere)
+        world.pass_time(6.5, alive=[elsewhere])
+        assert (len(world.dispatches()), len(world.dispatches(elsewhere))) == (2, 1)
+        assert world.core.life.requests["r"].losses == 1
+
+    def test_a_rank_that_answers_is_not_lost_with_a_silent_one_of_its_process(self) -> None:
+        nodes = [replace(hello("u", dp_rank), endpoint="ipc:///u") for dp_rank in range(2)]
+        world = unified(*nodes)
+        world.pass_time(4.0, alive=nodes[:1])
+        assert [world.rank(node).ready for node in nodes] == [True, False]
+
     def test_a_pair_that_loses_both_legs_has_lost_once(self) -> None:
         world = pd()
         world.submit(submit("r", "pair"))
