@@ -56,7 +56,7 @@ def served_name(model: str, arguments: Sequence[str]) -> str:
     """Return the name by which vLLM serves `model` with these arguments: that of the last `--served-model-name`, the
     first where that has several; without one, `model`."""
     name = model
-    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+    for word, following in zip(arguments, (*arguments, "")[1:], strict=True):
         option, equals, value = word.partition("=")
         if option.replace("_", "-") == "--served-model-name":
             name = value if equals else following

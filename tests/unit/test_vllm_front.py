@@ -115,7 +115,7 @@ def test_the_line_that_up_prints_asks_for_the_model_by_the_name_under_which_it_i
             unified=1, engine="vllm", model="/m", front="vllm", front_args=front_args, engine_args=engine_args
         ).served_model
 
-    assert served("--tool-call-parser", "hermes") == "/m"
+    assert served() == served("--tool-call-parser", "hermes") == "/m"
     assert served("--served-model-name", "coder", "other", "--enable-auto-tool-choice") == "coder"
     assert served("--served_model_name=coder", engine_args=("--served-model-name", "chat")) == "coder"
     assert served(engine_args=("--served-model-name", "chat")) == "chat"
