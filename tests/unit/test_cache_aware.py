@@ -185,12 +185,17 @@ def test_a_unified_rank_is_charged_what_it_computes_and_a_decode_rank_all_that_i
         assert [dispatch.charge for dispatch in world.dispatches()] == charges, role
 
 
-def test_what_a_unified_rank_holds_for_requests_that_decode_keeps_no_prompt_from_its_cache() -> None:
+def two_of_which_the_first_caches() -> tuple[World, Hello, Hello]:
     world = World(unified_method="cache_aware")
-    busy, idle = (hello("u", dp_rank, **BIG) for dp_rank in range(2))  # type: ignore[arg-type]
-    for node in (busy, idle):
+    first, second = (hello("u", dp_rank, **BIG) for dp_rank in range(2))  # type: ignore[arg-type]
+    for node in (first, second):
         world.join(node)
     world.feed(CacheChanged(("u", 0), (Stored(tuple(HASHES)),)))
+    return world, first, second
+
+
+def test_what_a_unified_rank_holds_for_requests_that_decode_keeps_no_prompt_from_its_cache() -> None:
+    world, busy, idle = two_of_which_the_first_caches()
     world.report(busy, running=4, kv_tokens=50_000)
     world.report(idle)
     world.submit(aware_submit("a"))
@@ -202,11 +207,7 @@ def test_what_a_unified_rank_holds_for_requests_that_decode_keeps_no_prompt_from
 
 
 def test_a_unified_rank_whose_kv_memory_is_full_gets_nothing_whatever_its_queue_counts() -> None:
-    world = World(unified_method="cache_aware")
-    full, other = (hello("u", dp_rank, **BIG) for dp_rank in range(2))  # type: ignore[arg-type]
-    for node in (full, other):
-        world.join(node)
-    world.feed(CacheChanged(("u", 0), (Stored(tuple(HASHES)),)))
+    world, full, other = two_of_which_the_first_caches()
     world.report(full, running=4, kv_tokens=BIG["kv_capacity"])
     world.report(other)
     world.submit(aware_submit("a"))

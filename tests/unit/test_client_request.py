@@ -159,7 +159,7 @@ def test_goodbyes_that_no_queue_takes_are_sent_again_for_a_while() -> None:
 
 
 def test_an_attach_that_no_queue_takes_is_sent_again_at_once() -> None:
-    """A rank ends what nobody reads after a second, where others wait for its place."""
+    """A rank ends a leg that has no reader after one second, where other legs wait for its place."""
     d = Driver()
     (attach,) = d.accept()
     for _ in range(3):
