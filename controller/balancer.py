@@ -66,6 +66,7 @@ class Balancer:
         self._learns = _overriding("ended", policies)
         self._orders = _overriding("order", policies)
         self._prefills_here = _overriding("prefill_here", policies)
+        self._reads_back = _overriding("read_back", policies)
         self._speeds = None if late is None else late.speeds  # None: not asked for yet
         costs = costs or Costs()
         for role, policy in policies.items():
@@ -119,12 +120,15 @@ class Balancer:
             return Placed(model, (), self._stands(refusal, roles))
         return Placed(model, self.charge(submit, now, at))
 
-    def charge(self, submit: Submit, now: float, at: Ranks) -> tuple[LegRun, ...]:
-        """Charge the legs of `submit` to the ranks `at`, as `place` does after its choice, and return them."""
+    def charge(self, submit: Submit, now: float, at: Ranks, read: int = 0) -> tuple[LegRun, ...]:
+        """Charge the legs of `submit` to the ranks `at`, as `place` does after its choice, and return them. `read`: the
+        prompt tokens that the prefill rank need not compute, because it reads them from the decode rank."""
         legs: tuple[LegRun, ...] = ()
         routed = submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None
         for role, rank in at:
             tokens = self._charges[role].charge(rank, submit) if role in self._charges else submit.prompt_tokens
+            if read and role == "prefill":
+                tokens = min(tokens, max(1, submit.prompt_tokens - read))
             number = self.table.charge(rank, tokens)
             legs += (LegRun(role, rank, tokens, number, now, role != "prefill" or submit.leg == "prefill"),)
             if routed:
@@ -172,6 +176,11 @@ class Balancer:
         """Return true if the policy of `rank`, which can do both legs of a pair, wants it to."""
         policy = self._prefills_here.get(rank.info.role)
         return policy is not None and policy.prefill_here(rank, submit)
+
+    def read_back(self, rank: RankLoad, prefill: RankLoad, submit: Submit) -> bool:
+        """Return true if the policy of `rank`, a decode rank, wants `prefill` to read from it what it caches."""
+        policy = self._reads_back.get(rank.info.role)
+        return policy is not None and policy.read_back(rank, prefill, submit)
 
     def first_token_s(self, submit: Submit, model: str, work: int) -> float:
         """Return the seconds until the first token of a prompt with `work` tokens to compute, if it went to the least

@@ -1,4 +1,4 @@
-"""Where a prompt is computed: two policies for ranks that decode and could compute it too.
+"""Where a prompt is computed, and from where its prefix comes: three policies for decode ranks.
 
 An agent's next turn has few new tokens; the decode rank of its last turn has the rest. The lab has such decode ranks:
 
@@ -33,3 +33,14 @@ class Cheaper(CacheAware):
         least = min(costs.queued(other) - costs.cached(other, request) for other in others)
         there_s = pace * (request.prompt_tokens + least) + new * costs.link_s(others[0], rank)
         return here_s < there_s
+
+
+class ReadBack(CacheAware):
+    """The prefill rank reads what the decode rank has, if that is quicker than to compute it.
+
+    pdbus replay --sessions 200 --concurrency 32 --methods cache_aware --decode-cache \\
+        --decode-method examples/where_to_prefill.py:ReadBack
+    """
+
+    def read_back(self, rank, prefill, request):
+        return self.costs.link_s(rank, prefill) < self.costs.pace(prefill)

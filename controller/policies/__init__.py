@@ -8,8 +8,9 @@ from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 from controller.policies.base import Policy, PolicySettings, PrefixPolicy
 from controller.policies.registry import POLICIES, make_policy, resolve
+from controller.trips import TRIPS, Trip
 
 __all__ = [
-    "POLICIES", "Costs", "Metric", "Policy", "PolicySettings", "PrefixPolicy", "RankLoad", "View",
+    "POLICIES", "TRIPS", "Costs", "Metric", "Policy", "PolicySettings", "PrefixPolicy", "RankLoad", "Trip", "View",
     "make_policy", "resolve",
 ]  # fmt: skip

@@ -80,6 +80,12 @@ class Policy(Protocol):
         both."""
         return False
 
+    def read_back(self, rank: RankLoad, prefill: RankLoad, request: Submit) -> bool:
+        """Return true if `prefill`, before it computes the prompt of `request`, reads what `rank` caches of it and
+        `prefill` lacks; false: it computes that itself. The policy of decode ranks is asked, after both ranks were
+        picked, where `rank` caches more (`costs.cached`) and can be read from. Only the lab has such ranks."""
+        return False
+
     def work(self, request: Submit) -> int:
         """Return the prompt tokens of `request` that its rank must compute, as far as is known now. The queue's
         orders use this."""

@@ -26,8 +26,8 @@ OnFault = Callable[[str, str], None]  # gets the hook's name and what went wrong
 class Guard(Policy):
     """The guard of `policy`: it has the same methods. For each fault it calls `on_fault` with the hook's name and one
     line. A pick that fails, or returns no candidate, becomes the least loaded rank by tokens; `work` and `charge` that
-    fail become the prompt's tokens; `admit` true; `order` 0, the order of arrival; `prefill_here` false. None raises,
-    unless `on_fault` does."""
+    fail become the prompt's tokens; `admit` true; `order` 0, the order of arrival; `prefill_here` and `read_back`
+    false. None raises, unless `on_fault` does."""
 
     def __init__(self, policy: Policy, on_fault: OnFault) -> None:
         self.policy = policy
@@ -78,6 +78,14 @@ class Guard(Policy):
             return bool(self.policy.prefill_here(rank, request))
         except FAULTS as error:
             self._on_fault("prefill_here", one_line(error))
+            return False
+
+    def read_back(self, rank: RankLoad, prefill: RankLoad, request: Submit) -> bool:
+        """Return the policy's answer."""
+        try:
+            return bool(self.policy.read_back(rank, prefill, request))
+        except FAULTS as error:
+            self._on_fault("read_back", one_line(error))
             return False
 
     def work(self, request: Submit) -> int:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 from bus.runtime import cli
+from controller.trips import TRIPS
 from nodes.engines import EngineName
 from pdbus.commands.lab import (
     GENERATED_S,
@@ -96,6 +97,9 @@ class _Command(click.Command):
 @transfer_options
 @option("--decode-prefills", is_flag=True, show_default=False,
          help="Decode ranks can compute prompts in their batch, and do where the --decode-method says so.")  # fmt: skip
+@option("--trip", type=click.Choice(TRIPS), default=None, show_default="as the --decode-method says",
+         help="The one way of all pairs: the prompt is computed at_decode; or at prefill, and decode fetches what it "
+         "lacks (delta) or all (whole), or prefill has read_back before what decode has.")  # fmt: skip
 @setting("prefill_running", "Prompts that a prefill rank runs at once.")
 @setting("decode_running", "Requests that a decode rank runs at once.")
 @setting("unified_running", "Requests that a unified rank runs at once.")
@@ -147,7 +151,7 @@ def replay(trace: Path | None, **options: Any) -> None:
     """
     timing = timing_settings(options["timing"], options["timing_scale"])
     config = LabConfig(
-        **timing, **_split(options), end_requests=options["requests"] or 0,
+        **timing, **_split(options), end_requests=options["requests"] or 0, trip=options["trip"] or "",
         **{name: options[name] for name in _FROM_OPTIONS},
     )  # fmt: skip
     order = options["queue_order"]

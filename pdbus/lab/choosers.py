@@ -49,15 +49,22 @@ class Truth(Protocol):
 class Chooser(Protocol):
     """Chooses among the ranks 0 .. n-1 of one role. The simulation calls it; `now` is the virtual time in seconds."""
 
-    def pick(self, request: Submit, now: float) -> tuple[int, int]:
+    def pick(self, request: Submit, now: float, read: int = 0) -> tuple[int, int]:
         """Return the rank for `request`, and the tokens by which its estimated load was raised (0 for baselines without
-        acknowledgements)."""
+        acknowledgements). `read`: the prompt tokens that this rank reads from a decode rank."""
 
     def takes(self, request: Submit) -> bool:
         """Return true if some rank can take `request` now; otherwise the request waits."""
 
     def prefills_here(self, request: Submit) -> bool:
         """Return true if the rank that `pick` would return is to do all of `request`, a pair."""
+
+    def asked(self, request: Submit, now: float) -> RankLoad | None:
+        """Return the record of the rank that `pick` would return; None: there is none."""
+
+    def reads_back(self, request: Submit, prefill: RankLoad, now: float) -> int:
+        """Return the tokens of the prompt that `prefill` need not compute, because the decode rank that `pick` would
+        return has them and it is to read them there; 0: none."""
 
     def order(self, request: Submit, work: int, now: float) -> int:
         """Return the place of `request`, which begins to wait, in the policy's order."""
@@ -97,6 +104,12 @@ class BaseChooser:
 
     def prefills_here(self, request: Submit) -> bool:
         return False
+
+    def asked(self, request: Submit, now: float) -> RankLoad | None:
+        return None
+
+    def reads_back(self, request: Submit, prefill: RankLoad, now: float) -> int:
+        return 0
 
     def order(self, request: Submit, work: int, now: float) -> int:
         return 0
@@ -141,10 +154,12 @@ class TableChooser(BaseChooser):
         slo = config.queue_order == "slo"
         self._late = LateBinding(config.late_tokens, config.slo_tpot_s if slo and config.tpot_admission else 0.0)
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
-        self.balancer = Balancer(self.table, {role: policy}, self._late if late else None, costs=costs)
+        self._costs = costs or Costs()
+        self.balancer = Balancer(self.table, {role: policy}, self._late if late else None, costs=self._costs)
         if config.decode_prefills and role == "decode" and policy.counts_queue_only:  # as at unified ranks
             self.table.count_queue_only(role)
         self._asked: tuple[str, RankLoad] | None = None  # a request whose policy was asked about its rank; for `pick`
+        self._trip = config.trip
         memory = {"decode": config.decode_kv_tokens, "unified": config.unified_kv_tokens}.get(role, 0) if slo else 0
         self._live: dict[str, tuple[Submit, LegRun]] = {}  # by rid
         self._ranks = []
@@ -157,14 +172,14 @@ class TableChooser(BaseChooser):
             self._ranks.append(self.balancer.opened(hello, ready=True))
         self._group = self.table.group(role)
 
-    def pick(self, request: Submit, now: float) -> tuple[int, int]:
+    def pick(self, request: Submit, now: float, read: int = 0) -> tuple[int, int]:
         """Pick by the policy and charge the rank. Raises BusError if the policy returns no rank."""
         self.balancer.tick(now)
         asked, self._asked = self._asked, None
         rank = asked[1] if asked is not None and asked[0] == request.rid else self._pick(request)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
-        (leg,) = self.balancer.charge(request, now, ((self._role, rank),))
+        (leg,) = self.balancer.charge(request, now, ((self._role, rank),), read)
         self._live[request.rid] = request, leg
         return rank.key[1], leg.charge
 
@@ -183,6 +198,20 @@ class TableChooser(BaseChooser):
             rank = self._pick(request)
             self._asked = None if rank is None else (request.rid, rank)
         return self._asked is not None and self.balancer.prefills_here(self._asked[1], request)
+
+    def asked(self, request: Submit, now: float) -> RankLoad | None:
+        if self._asked is None or self._asked[0] != request.rid:
+            self.balancer.tick(now)
+            rank = self._pick(request)
+            self._asked = None if rank is None else (request.rid, rank)
+        return None if self._asked is None else self._asked[1]
+
+    def reads_back(self, request: Submit, prefill: RankLoad, now: float) -> int:
+        rank, cached = self.asked(request, now), self._costs.cached
+        known = 0 if rank is None else cached(rank, request)
+        if rank is None or known <= cached(prefill, request):
+            return 0
+        return known if self._trip == "read_back" or self.balancer.read_back(rank, prefill, request) else 0
 
     def order(self, request: Submit, work: int, now: float) -> int:
         return self.balancer.order(request, work, now)
@@ -242,7 +271,7 @@ class Overwrite(BaseChooser):
         self._of_report = of_report
         self._of_dispatch = of_dispatch
 
-    def pick(self, request: Submit, now: float) -> tuple[int, int]:
+    def pick(self, request: Submit, now: float, read: int = 0) -> tuple[int, int]:
         """Return the rank with the least believed load, by turns among equals."""
         chosen = min(range(len(self._believed)), key=lambda rank: (self._believed[rank], self._last_turn[rank]))
         self._believed[chosen] += self._of_dispatch(request.prompt_tokens)
@@ -265,7 +294,7 @@ class Oracle(BaseChooser):
         self._last_turn = [0] * ranks
         self._turn = 0
 
-    def pick(self, request: Submit, now: float) -> tuple[int, int]:
+    def pick(self, request: Submit, now: float, read: int = 0) -> tuple[int, int]:
         """Return the rank with the fewest tokens, by turns among equals."""
         truth = self._truth
         hashes = unpack_hashes(request.block_hashes) if self._cache else []
@@ -292,6 +321,7 @@ class Method:
     admits: bool = False  # requests wait at the controller until its policy admits them
     orders: bool = False  # its policy orders what waits
     prefills_here: bool = False  # its policy says where prompts are computed
+    reads_back: bool = False  # its policy says which prompts prefill ranks read from decode ranks
 
 
 METHODS: dict[str, Method] = {
@@ -324,6 +354,7 @@ def method_of(name: str) -> Method:
         kv_events=policy.uses_hashes,
         **{hook: overrides(policy, hook[:-1]) for hook in ("admits", "orders")},
         prefills_here=overrides(policy, "prefill_here"),
+        reads_back=overrides(policy, "read_back"),
     )
 
 

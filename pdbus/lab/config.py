@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from bus.errors import ConfigError
 from bus.wire.messages import MAX_DP_SIZE
+from controller.trips import TRIPS
 from nodes.own.engines.timing import SimTiming
 
 CACHE_TOKENS = 2_048_000  # KV memory of a prefill rank where nothing else is said
@@ -48,6 +49,7 @@ class LabConfig:
     fetch_by_layer: bool = False  # fetches begin with the computation of the prompt, not after it
     decode_cache: bool = False  # decode ranks keep what they fetched and generated, and fetch only what they lack
     decode_prefills: bool = False  # decode ranks can compute prompts, where their policy says so
+    trip: str = ""  # the trip of all pairs (`controller.trips`); "": as the policy of decode ranks says
     hop_s: float = 0.0005  # one message, one way
     report_interval_s: float = 0.1  # between a rank's load reports
     report_delay_s: float = 0.0  # on top of the hop
@@ -93,6 +95,14 @@ class LabConfig:
             raise ConfigError(f"--report-loss must lie in 0..1 (1 excluded), not {self.report_loss}")
         if self.queue_order not in ("arrival", "slo"):
             raise ConfigError(f"--queue-order is arrival or slo, not {self.queue_order!r}")
+        if self.trip not in ("", *TRIPS):
+            raise ConfigError(f"--trip is one of {', '.join(TRIPS)}, not {self.trip!r}")
+        if self.trip and not (self.ranks and self.decode_ranks):
+            raise ConfigError("--trip is for prefill ranks and decode ranks")
+        if self.trip in ("delta", "read_back") and not self.decode_cache:
+            raise ConfigError(f"--trip {self.trip} needs --decode-cache")
+        if self.trip == "at_decode" and not self.decode_prefills:
+            raise ConfigError("--trip at_decode needs --decode-prefills")
         for name in ("ranks", "decode_ranks", "unified_ranks"):
             if getattr(self, name) > MAX_DP_SIZE:
                 raise ConfigError(f"{_option(name)} must be at most {MAX_DP_SIZE}, not {getattr(self, name)}")

@@ -76,6 +76,8 @@ def run_live(
         raise ConfigError("--link-s-per-token, --fetch-by-layer and --decode-cache are for virtual time, not --live")
     if config.decode_prefills:
         raise ConfigError("--decode-prefills is for virtual time, not --live: no engine's decode ranks compute prompts")
+    if config.trip:
+        raise ConfigError("--trip is for virtual time, not --live")
     stretched = stretch(trace, config)
     spec = spec_of(method, config, trace.block_tokens, engine)
     with Cluster(spec, on_progress) as cluster:

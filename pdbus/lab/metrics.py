@@ -9,6 +9,7 @@ before the request's first token at the rank chosen, beyond those at the rank th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,10 @@ class Summary:
     fetch_mean_s: float = math.nan  # from a prompt's end until its KV cache is at the decode rank
     moved_share: float = math.nan  # share of the prompt tokens of pairs whose KV cache moved
     here_share: float = math.nan  # share of the requests whose prompt was computed where they decode
+    delta_share: float = math.nan  # share of those of which decode fetched what it lacked
+    back_share: float = math.nan  # of those of which prefill first read what decode had, and it lacked
+    whole_share: float = math.nan  # of those of which decode fetched all
+    read_share: float = math.nan  # share of the prompt tokens of pairs whose KV cache prefill read so
     kept_rate_per_s: float = math.nan  # the highest rate of starts that keeps a wanted share (`pdbus.lab.keep`)
     kept_ratio: float = math.nan  # that over the first method's, with the same requests
 
@@ -107,6 +112,8 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
     fetches = [course.fetched_s - course.prefilled_s for course in pairs if course.moved_tokens]
     moved, paired = [course.moved_tokens for course in pairs], sum(course.request.prompt_tokens for course in pairs)
     here = sum(course.prefill_rank < 0 for course in outcome.courses)
+    trips = Counter(course.trip for course in pairs)
+    trips_differ = config.decode_cache and bool(config.decode_ranks)
     seconds = outcome.until_s - outcome.began_s or math.nan
     queued = sum(map(sum, outcome.load))
     fullest = sum(map(max, outcome.load)) * config.prompt_ranks
@@ -132,6 +139,10 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         unified_busy=outcome.unified_busy if config.unified_ranks else math.nan,
         fetch_mean_s=_mean(fetches) if config.transfers_differ else math.nan,
         here_share=here / len(first) if config.decode_prefills else math.nan,
+        delta_share=trips["delta"] / len(first) if trips_differ else math.nan,
+        back_share=trips["read_back"] / len(first) if trips_differ else math.nan,
+        whole_share=trips["whole"] / len(first) if trips_differ else math.nan,
+        read_share=sum(course.read_tokens for course in pairs) / paired if trips["read_back"] else math.nan,
         moved_share=sum(moved) / paired if config.transfers_differ and paired else math.nan,
     )
 

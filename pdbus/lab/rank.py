@@ -8,6 +8,7 @@ its id is the request's number.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
@@ -30,7 +31,10 @@ class VirtualRank:
     last token of another; `on_first` gets the sequence at a decode's first step, or at the step that ends the prompt of
     a unified one. `on_admitted` gets a decode sequence that has its memory; the caller lets the KV cache travel, then
     calls `fetched`. `on_begun` gets a sequence whose prompt this rank begins to compute. `blocks` is the KV memory, in
-    blocks of `block_tokens`; `max_running` are run slots, `chunk_tokens` the most prompt tokens in a step."""
+    blocks of `block_tokens`; `max_running` are run slots, `chunk_tokens` the most prompt tokens in a step.
+
+    A prompt may be read in part from another rank: `on_admitted` gets the sequence then too, and the caller calls
+    `compute` when that part is here. Meanwhile the other rank is held to it by `pin`."""
 
     def __init__(
         self,
@@ -75,16 +79,19 @@ class VirtualRank:
         self._acks = {epoch: Ack(epoch, 0, 0) for epoch in controllers}
         self._acks_now = tuple(self._acks.values())
 
-    def ingest(self, sequence: Sequence, controller_epoch: int, charge: int) -> None:
+    def ingest(self, sequence: Sequence, controller_epoch: int, charge: int, read: int = 0) -> None:
         """Take a request that a controller dispatched here: acknowledge it with its `charge` (tokens) and queue it. A
-        decode sequence stays parked until `kv_ready`."""
+        decode sequence stays parked until `kv_ready`. `read`: prompt tokens to be read from another rank."""
         self.before_change()
         last = self._acks.get(controller_epoch, Ack(controller_epoch, 0, 0))
         self._acks[controller_epoch] = Ack(controller_epoch, last.dispatches + 1, last.tokens + charge)
         self._acks_now = tuple(self._acks.values())
         if not sequence.imported:
             self._interrupt()
-        self.scheduler.add(sequence, parked=sequence.imported)
+        if read:
+            self.scheduler.add_reader(sequence, read)
+        else:
+            self.scheduler.add(sequence, parked=sequence.imported)
         self._fresh.append(sequence.expected)
         self._begin()
 
@@ -100,6 +107,26 @@ class VirtualRank:
         self.before_change()
         self._interrupt()
         self.scheduler.start(seq, NO_TOKEN)
+        self._begin()
+
+    def pin(self, hashes: array[int]) -> tuple[int, list[int]]:
+        """Hold the longest cached prefix of `hashes` until `unpin`. Return its tokens, and its table."""
+        self.before_change()
+        taken = self.pool.take(len(self.pool.match_prefix(hashes)), hashes)
+        assert taken is not None, "it needs no more memory"
+        return taken[1] * self.pool.block_tokens, taken[0]
+
+    def unpin(self, table: list[int]) -> None:
+        """Let what `pin` held go."""
+        self.before_change()
+        self._interrupt()  # it may make room for a prompt
+        self.pool.release(table)
+        self._begin()
+
+    def compute(self, seq: int, read: int) -> None:
+        """Compute the rest of the prompt of `seq`: `read` tokens of it have been read from another rank."""
+        self.before_change()
+        self.scheduler.compute(seq, read)
         self._begin()
 
     def release(self, seq: int) -> None:
@@ -151,7 +178,8 @@ class VirtualRank:
         """Handle a change: admit the sequences that fit into memory, and begin the next step unless one is in
         progress."""
         for sequence in self.scheduler.take_admitted():
-            self._on_admitted(sequence)
+            if self.scheduler.fetches(sequence):
+                self._on_admitted(sequence)
         if not self._stepping:
             now = self._loop.now
             self._fresh.clear()

@@ -133,9 +133,9 @@ class Listener:
         """Return the time when the next report may come; infinite if no rank reports."""
         return min((reports.next_s(self._reader) for reports in self._reports), default=math.inf)
 
-    def pick(self, request: Submit, now: float) -> tuple[int, int]:
+    def pick(self, request: Submit, now: float, read: int = 0) -> tuple[int, int]:
         self.read()
-        return self.chooser.pick(request, now)
+        return self.chooser.pick(request, now, read)
 
     def takes(self, request: Submit) -> bool:
         self.read()
@@ -144,6 +144,13 @@ class Listener:
     def prefills_here(self, request: Submit) -> bool:
         self.read()
         return self.chooser.prefills_here(request)
+
+    def reads_back(self, request: Submit, prefill: Listener, now: float) -> int:
+        """Return what `Chooser.reads_back` does for the rank that `prefill` would pick."""
+        prefill.read()
+        self.read()
+        rank = prefill.chooser.asked(request, now)
+        return 0 if rank is None else self.chooser.reads_back(request, rank, now)
 
     def work(self, request: Submit) -> int:
         return self.chooser.work(request)

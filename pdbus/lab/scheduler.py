@@ -54,6 +54,11 @@ class LabScheduler(Scheduler):
     """The nodes' `Scheduler` with runs of decode steps."""
 
     pool: RunPool
+
+    def __init__(self, pool: RunPool, *, max_running: int, chunk_tokens: int) -> None:
+        super().__init__(pool, max_running=max_running, chunk_tokens=chunk_tokens)
+        self._to_read: dict[int, int] = {}  # by sequence that waits: the prompt tokens that another rank has
+
     _filled: Sequence | None = None  # its prompt goes on, and took all of the last step
     first_apart = False  # an imported sequence's first decode step is not part of a run: its end is an event
 
@@ -98,6 +103,37 @@ class LabScheduler(Scheduler):
     def start(self, seq: int, first_token: int) -> None:
         self._filled = None
         super().start(seq, first_token)
+
+    def add_reader(self, sequence: Sequence, read: int) -> None:
+        """Queue a sequence of which another rank has the first `read` prompt tokens. It counts as imported until
+        `compute`."""
+        sequence.imported = True
+        self.add(sequence)
+        self._expect(sequence, min(sequence.expected, len(sequence.prompt) - read))
+        self._to_read[sequence.id] = read
+
+    def fetches(self, sequence: Sequence) -> bool:
+        """Return true if an admitted sequence has to fetch something. One that would read no more than this rank has
+        itself begins to compute."""
+        read = self._to_read.pop(sequence.id, None)
+        if read is None:
+            return True
+        lacks = max(0, read - sequence.cached_tokens)
+        self._expect(sequence, sequence.expected - lacks)
+        if not lacks:
+            self.compute(sequence.id, 0)
+        return lacks > 0
+
+    def compute(self, seq: int, read: int) -> None:
+        """Let a sequence that has read `read` tokens compute the rest of its prompt."""
+        self._filled = None
+        sequence = self._sequences[seq]
+        sequence.imported = False
+        sequence.phase = Phase.PROMPT
+        self._hold(sequence, read)
+        self._expect(sequence, len(sequence.prompt) - sequence.computed)
+        self._commit(sequence)
+        self.begun.append(sequence)
 
     def end_step(self, duration_s: float) -> list[Sequence]:
         """End the step, as `complete` does, and return the sequences with one more token."""

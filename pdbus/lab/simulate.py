@@ -22,6 +22,7 @@ from bus.wire.messages import Ended, Role, Sent, Submit
 from controller.costs import Costs
 from controller.policies.registry import find
 from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder
+from controller.trips import Trip
 from nodes.own.sequence import Sequence
 from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
@@ -56,6 +57,20 @@ class RequestOutcome:
     moved_tokens: int = 0  # prompt tokens whose KV cache the decode rank fetched
     prefilled_s: float = float("nan")  # at the prefill rank
     fetched_s: float = float("nan")  # at the decode rank
+    read_tokens: int = 0  # prompt tokens whose KV cache the prefill rank read from the decode rank
+
+    @property
+    def trip(self) -> Trip | None:
+        """The trip of a pair, by what moved; None for other requests, and where nothing was to decode."""
+        if self.decode_rank < 0:
+            return None
+        if self.prefill_rank < 0:
+            return "at_decode"
+        if self.read_tokens:
+            return "read_back"
+        if not self.moved_tokens:
+            return None
+        return "delta" if self.moved_tokens < self.request.prompt_tokens else "whole"
 
 
 @dataclass(slots=True)
@@ -101,10 +116,15 @@ def simulate(
     check_method(config.decode_method)
     if config.decode_prefills and not (config.ranks and config.decode_ranks):
         raise ConfigError("--decode-prefills is for decode ranks beside prefill ranks")
-    if config.decode_prefills and not method_of(config.decode_method).prefills_here:
+    if config.decode_prefills and not (config.trip or method_of(config.decode_method).prefills_here):
         raise ConfigError(f"--decode-prefills is for a --decode-method that says when, not {config.decode_method}")
-    if config.queue_order == "slo" and find(LATE.get(method, method)) is None:
-        raise ConfigError(f"--queue-order slo is for methods that a controller can run, which {method} is not")
+    if config.trip == "read_back" and not method_of(config.decode_method).kv_events:
+        raise ConfigError(f"--trip read_back is for a --decode-method that knows caches, not {config.decode_method}")
+    if find(LATE.get(method, method)) is None:
+        for option, given in (("--queue-order slo", config.queue_order == "slo"),
+                              ("--trip read_back", config.trip == "read_back")):  # fmt: skip
+            if given:
+                raise ConfigError(f"{option} is for methods that a controller can run, which {method} is not")
     longest = max(request.prompt_tokens for request in trace.requests)
     blocks = config.blocks(trace.block_tokens)
     if config.ranks and longest > blocks * trace.block_tokens:
@@ -213,6 +233,10 @@ class _Run:
         self.rooms = rooms_of(trace, config)
         self.is_unified = unified_of(trace, config, method)
         self.at_decode = [False] * len(self.courses)  # pairs of which a decode rank does all
+        self.may_prefill_here = config.decode_prefills and config.trip in ("", "at_decode")
+        self.may_read_back = config.decode_cache and (
+            config.trip == "read_back" or (not config.trip and second.reads_back)
+        )
         self.may_be_unified = self.kind.prefills_here and bool(config.ranks and config.unified_ranks)
         keeps_outputs = config.outputs_cached and (config.unified_ranks or config.decode_cache)
         self.hashes = [array("Q", request.hashes) for request in trace.requests]  # one copies and compares them in C
@@ -361,7 +385,7 @@ class _Run:
                 self._share_soon(self.unified_choosers, owner)
             self.loop.call_later(self.config.hop_s, self._arrive_unified, number, charge)
             return
-        if self.config.decode_prefills and self.decode_choosers[owner].prefills_here(submit):
+        if self.may_prefill_here and (self.config.trip or self.decode_choosers[owner].prefills_here(submit)):
             self.at_decode[number] = True
             course.decode_rank, charge = self.decode_choosers[owner].pick(submit, now)
             self.decode.depart(course.decode_rank, request.prompt_tokens)
@@ -369,8 +393,10 @@ class _Run:
                 self._share_soon(self.decode_choosers, owner)
             self.loop.call_later(self.config.hop_s, self._arrive_at_decode, number, charge)
             return
-        rank, charge = self.choosers[owner].pick(submit, now)
-        decode_charge = 0
+        chooser, decode_charge, read = self.choosers[owner], 0, 0
+        if self.may_read_back:
+            read = self.decode_choosers[owner].reads_back(submit, chooser, now)
+        rank, charge = chooser.pick(submit, now, read)
         course.prefill_rank = rank
         course.regret_tokens = self._regret(self.prefill, rank, number)
         self.prefill.depart(rank, request.prompt_tokens)
@@ -381,7 +407,7 @@ class _Run:
             for choosers in (self.choosers, self.decode_choosers):
                 if choosers:
                     self._share_soon(choosers, owner)
-        self.loop.call_later(self.config.hop_s, self._arrive, number, charge, decode_charge)
+        self.loop.call_later(self.config.hop_s, self._arrive, number, charge, decode_charge, read)
 
     def _header(self, number: int) -> Submit:
         request = self.courses[number].request
@@ -395,7 +421,7 @@ class _Run:
             block_hashes=packed(self.hashes[number]),
         )
 
-    def _arrive(self, number: int, charge: int, decode_charge: int) -> None:
+    def _arrive(self, number: int, charge: int, decode_charge: int, read: int) -> None:
         course = self.courses[number]
         request, epoch = course.request, self.owner[number] + 1
         tokens = request.prompt_tokens
@@ -406,7 +432,7 @@ class _Run:
             self.decode.ranks[course.decode_rank].ingest(leg, epoch, decode_charge)
         self.prefill.arrive(course.prefill_rank, tokens)
         leg = Sequence(number, range(tokens), 1, hold=True, hashes=self.hashes[number])
-        self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, charge)
+        self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, charge, read)
 
     def _arrive_unified(self, number: int, charge: int) -> None:
         course = self.courses[number]
@@ -440,7 +466,7 @@ class _Run:
     def _prefilled(self, number: int) -> None:
         course, hop_s = self.courses[number], self.config.hop_s
         rank = self.prefill.ranks[course.prefill_rank]
-        course.cached_tokens = rank.scheduler.sequence(number).cached_tokens
+        course.cached_tokens = rank.scheduler.sequence(number).cached_tokens + course.read_tokens
         course.prefilled_s = self.loop.now
         if course.decode_rank < 0 or not self.config.first_at_decode:
             course.first_token_s = self.loop.now + (2 * hop_s if course.decode_rank >= 0 else hop_s)
@@ -471,8 +497,30 @@ class _Run:
             return
         course.first_token_s = self.loop.now + self.config.hop_s
 
+    def _reads(self, sequence: Sequence) -> None:
+        """Have the prefill rank ask the decode rank for what it lacks of a prompt."""
+        self.loop.call_later(self.config.hop_s, self._send_back, sequence.id)
+
+    def _send_back(self, number: int) -> None:
+        course = self.courses[number]
+        source, target = self.decode.ranks[course.decode_rank], self.prefill.ranks[course.prefill_rank]
+        kept, table = source.pin(self._reusable(number))
+        tokens = max(0, kept - target.scheduler.sequence(number).cached_tokens)
+        if self.links is None or not tokens:
+            self.loop.call_later(self.config.kv_fetch_token_s * tokens, self._sent_back, number, tokens, table)
+        else:
+            self.links.send(source.key, target.key, tokens, self._sent_back, number, tokens, table)
+
+    def _sent_back(self, number: int, tokens: int, table: list[int]) -> None:
+        course = self.courses[number]
+        self.decode.ranks[course.decode_rank].unpin(table)
+        course.read_tokens = tokens
+        self.loop.call_later(self.config.hop_s, self.prefill.ranks[course.prefill_rank].compute, number, tokens)
+
     def _admitted(self, sequence: Sequence) -> None:
-        tokens, hop_s = len(sequence.prompt) - sequence.cached_tokens, self.config.hop_s
+        tokens, hop_s = len(sequence.prompt), self.config.hop_s
+        if self.config.trip != "whole":
+            tokens -= sequence.cached_tokens
         if self.links is None:
             fetch_s = 2 * hop_s + self.config.kv_fetch_token_s * tokens
             self.loop.call_later(fetch_s, self._moved, sequence.id, tokens)
@@ -528,10 +576,14 @@ class _Run:
         self.courses[number].finished_s = at_s
         self.loop.call_at(at_s, self.arrivals.ended, number, at_s)
 
+    def _reusable(self, number: int) -> array[int]:
+        """Return the hashes of the prompt's blocks that need not be computed where they are cached."""
+        return self.hashes[number][: (self.courses[number].request.prompt_tokens - 1) // self.trace.block_tokens]
+
     def _regret(self, truth: _Truth, chosen: int, number: int) -> int:
         """Return the tokens that the chosen rank must compute before this request's first token, minus those at the
         best rank of its role."""
-        hashes = self.hashes[number][: (self.courses[number].request.prompt_tokens - 1) // self.trace.block_tokens]
+        hashes = self._reusable(number)
         whole, queued = len(hashes) * self.trace.block_tokens, [*map(truth.queued_tokens, range(len(truth.ranks)))]
         cost = least = queued[chosen] - truth.cached_tokens(chosen, hashes)
         for rank, tokens in enumerate(queued):
@@ -640,7 +692,7 @@ class _Run:
             chunk_tokens=self.config.chunk_tokens,
             timing=self.config.timing,
             on_output=on_output[role],
-            on_admitted=self._admitted,
+            on_admitted=self._reads if role == "prefill" else self._admitted,
             on_first=on_first,
             on_begun=self._begun if by_layer else None,
             kv_events=kv_events,

@@ -67,6 +67,14 @@ COLUMNS = (
            optional=True),
     Column("here_share", ("prefill", "here"),
            "with --decode-prefills: requests whose prompt was computed where they decode", 1, 1e2, "%", optional=True),
+    Column("delta_share", ("delta", ""),
+           "with --decode-cache: requests of which the decode rank fetched only what it lacked", 1, 1e2, "%",
+           optional=True),
+    Column("back_share", ("read", "back"),
+           "those whose prefill rank first read what the decode rank had", 1, 1e2, "%", optional=True),
+    Column("whole_share", ("whole", ""), "those of which the decode rank had nothing", 1, 1e2, "%", optional=True),
+    Column("read_share", ("KV", "read"), "and the share of the prompt tokens whose KV cache was read so", 1, 1e2, "%",
+           optional=True),
 )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def test_a_listener_reads_before_it_decides_and_knows_when_to_ask_again() -> Non
     heard: list[tuple[int, float]] = []
 
     class Chooser(BaseChooser):
-        def pick(self, request: object, now: float) -> int:
+        def pick(self, request: object, now: float, read: int = 0) -> int:
             return len(heard)
 
         def report(self, dp_rank: int, load: Load, now: float) -> None:
