@@ -104,13 +104,14 @@ class Losses:
         runs for a former controller can be adopted from now on, or ends, if the request was placed elsewhere by now."""
         self.unclear.settle(rank)
         given_up = {
-            rid: CancelLeg(rid, attempt, "fenced", room=room) for rid, attempt, room in self.unclear.given_up(running)
+            (rid, attempt): CancelLeg(rid, attempt, "fenced", room=room)
+            for rid, attempt, room in self.unclear.given_up(running)
         }
         for rid, attempt in running:
             cancel = rank.cancelled.get((rid, attempt))  # lost with the connection, if the leg still runs
             if cancel is not None and work_of(rank, rid, attempt) is None:
-                given_up[rid] = CancelLeg(rid, attempt, "fenced", client=cancel.client, room=cancel.room)
-        out += [ToNode(rank.peer, given_up[rid]) for rid, _ in running if rid in given_up]
+                given_up[rid, attempt] = CancelLeg(rid, attempt, "fenced", client=cancel.client, room=cancel.room)
+        out += [ToNode(rank.peer, given_up[leg]) for leg in running if leg in given_up]
         self._table.orphans.register(rank, now)
         for rid, _ in running:
             self._attempts.fence_late(rank, rid, out)

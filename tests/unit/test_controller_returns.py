@@ -373,6 +373,15 @@ class TestConnectionsThatComeBack:
         cancels = [a.message for a in world.to_nodes if a.peer == "new" and isinstance(a.message, CancelLeg)]
         assert [(cancel.rid, cancel.attempt, cancel.code) for cancel in cancels] == [("r", 1, "fenced")] * (not late)
 
+    def test_of_two_attempts_of_one_rid_each_gets_its_own_cancel(self) -> None:
+        world = self.one()
+        world.feed(FromClient("client", Cancel("r"), ()))
+        world.submit(submit("r", attempt=2, bootstrap_room=9))
+        world.feed(FromClient("client", Cancel("r", 9), ()))
+        world.join(replace(U[0], running=(("r", 1), ("r", 2))), peer="new")
+        cancels = [a.message for a in world.to_nodes if a.peer == "new" and isinstance(a.message, CancelLeg)]
+        assert [(cancel.attempt, cancel.room) for cancel in cancels] == [(1, None), (2, 9)]
+
     def test_what_was_given_up_while_a_rank_could_not_be_told_ends_when_it_is_back(self) -> None:
         world = unified()
         for n in range(6):
