@@ -46,6 +46,7 @@ BACKOFF_S = 0.1
 BACKOFF_MAX_S = 2.0
 MAX_AVOID = 16  # the protocol's limit: ranks to avoid
 USED_S = 60.0  # a rid used again this soon after its end continues its attempts, so that late messages are older
+AHEAD = 32  # and leaves out so many: its controller may have made some that this client has not heard of
 MAX_USED = 16_384
 UNTAKEN_S = 10.0  # a goodbye that a queue does not take is sent again for so long; ranks end unread legs by then
 MAX_UNTAKEN = 1024
@@ -110,7 +111,7 @@ class ClientCore:
             request.deadline_at = now + deadline_s
         used = self._used.pop(request.rid, None)
         if used is not None and used[0] < MAX_ATTEMPT and now - used[1] < USED_S:
-            request.first = used[0] + 1
+            request.first = min(used[0] + AHEAD, MAX_ATTEMPT)
         return self._submit(request, request.first, now)
 
     def received(self, peer: str, message: Message, now: float) -> list[Action]:

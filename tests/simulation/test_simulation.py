@@ -22,8 +22,8 @@ from simulation.story import message_in
 # after all was over. In tight ones: a request after all was over; a rank that does not hear its controller, taken for
 # dead each second; a law that knew of one flapping end. In crowded ones: a cancel, then an attach, that no queue took;
 # a law in haste. With guests: tries that were forgotten when another's request had the rid. In pairs: a cancel that was
-# lost with its connection. Again: a law that knew of no full rank.
-BROKE = {"--plain": (5, 12, 20781088, 20781124), "": (4, 450, 55, 701574), "--small": (60, 600010, 600141),
+# lost with its connection. Again: a law that knew of no full rank; an end of the former request of a rid.
+BROKE = {"--plain": (5, 12, 20781088, 20781124), "": (4, 450, 55, 701574, 703303), "--small": (60, 600010, 600141),
          "--tight": (27, 700525, 701022, 702982), "--crowded": (91, 700862, 701415, 701919),
          "--guests": (700978, 702931), "--pairs": (760021,)}  # fmt: skip
 

@@ -43,7 +43,7 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.client import AsyncClient, AsyncStream, Client, Piece, Result
-from pdbus.client.core import Patience
+from pdbus.client.core import AHEAD, Patience
 from pdbus.client.loop_channel import LoopChannel
 from pdbus.client.options import controllers_of, make_request
 from pdbus.client.output import failure
@@ -291,9 +291,9 @@ def test_a_stream_that_has_ended_cancels_no_other_request_of_its_rid(peers: tupl
         assert first.tokens() == [10]
         assert node.hear() == Detach("mine", 1)
         second = client.generate_tokens([5], rid="mine", max_tokens=1, leg="pair")
-        begin(peers, base, 2)
+        begin(peers, base, 1 + AHEAD)
         first.cancel()
-        node.say(Tokens("mine", 2, 0, (11,), "length"))
+        node.say(Tokens("mine", 1 + AHEAD, 0, (11,), "length"))
         assert second.tokens() == [11]
 
 
