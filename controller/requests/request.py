@@ -212,6 +212,8 @@ def verdict(request: Request, code: Code, attempts: int, unclear: int = 0) -> Li
     besides those that have; if they had, it should run nowhere."""
     if not MEANINGS[code].controller or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
         return "fail"
+    if code == "unknown_room" and request.submit.leg == "decode":
+        return "fail"  # the client alone can have its prefill leg run again
     if request.losses >= attempts:
         return "poison"
     if request.losses + unclear >= attempts:

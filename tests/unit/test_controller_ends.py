@@ -43,6 +43,14 @@ class TestRetries:
         assert [c.code for c in world.cancels(D[0])] == ["prefill_failed"]
         world.assert_empty()
 
+    def test_a_room_that_no_rank_registers_is_its_clients_to_renew(self) -> None:
+        """Only the client can have the prefill leg run again, at the other controller."""
+        world = pd()
+        world.submit(submit("r", "decode"))
+        world.progress(D[0], ended=world.dispatches(D[0]), code="unknown_room")
+        assert (failure(world).code, failure(world).retryable, failure(world).attempt) == ("unknown_room", True, 1)
+        world.assert_empty()
+
     def test_after_output_it_is_the_clients_to_resume(self) -> None:
         world = unified()
         world.submit(submit("r"))
