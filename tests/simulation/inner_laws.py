@@ -276,7 +276,9 @@ def _given_up(world: World, controller: ControllerProcess, node: NodeProcess, pi
         ):
             if leg.submit_room == room or room is None:
                 world.spared = [each for each in world.spared if each[0] is not leg]
-            else:
+                if attempt >= leg.attempt:  # a rank that is paused looks at both later
+                    world.meant.add(leg)
+            elif leg not in world.meant:
                 world.spared.append((leg, code, world.now))
     if if_unfetched:
         return

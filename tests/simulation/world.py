@@ -114,6 +114,7 @@ class World:
         self._dropping: dict[str, float] = {}  # processes whose tokens and KV blocks get lost, and until when
         self._damaging: dict[str, float] = {}  # processes whose KV blocks are, and until when
         self.spared: list[tuple[Any, str, float]] = []  # legs that a cancel which came was not for: its code, when
+        self.meant: set[Any] = set()  # legs that one was for
         self.turned_down: set[str] = set()  # rids whose rank, decided by their room, was full before any had them
         self.crowded: dict[tuple[str, int, int], float] = {}  # (node, start, rank): since when legs wait for a place
         self.unstreamed: dict[tuple[Any, ...], float] = {}  # legs whose stream another leg's has replaced: since when
