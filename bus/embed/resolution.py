@@ -213,8 +213,11 @@ class ResolverCore:
     def _on_answer(self, answer: Answer, now: float) -> list[Action]:
         out: list[Action] = []
         for room in answer.pending:
-            for want in self._asking(room):
+            asking = self._asking(room)
+            for want in asking:
                 want.ask_at = now + WATCH_AGAIN_S
+            if not asking:  # an earlier answer ended the want, and the repeated query began another watch
+                self._unwatch.append(room)
         for found in answer.found:
             for room in found.rooms:
                 for want in self._asking(room):

@@ -281,6 +281,16 @@ def test_a_query_without_reaction_is_sent_again() -> None:
     assert sent(core.tick(ASK_AGAIN_S), Query)
 
 
+def test_a_watch_that_a_repeated_query_began_too_late_is_ended() -> None:
+    core = laws.watched(ResolverCore())
+    core.want(7, 0.0, deadline_s=30.0)
+    core.flush(0.0)
+    assert sent(core.tick(ASK_AGAIN_S), Query)
+    assert resolved(core.on_message(Answer(QUERY_ID, (found(7),)), 1.1))
+    core.on_message(Answer(QUERY_ID, (), (7,)), 1.2)  # its rank has dropped the room meanwhile
+    assert sent(core.flush(1.2), Unwatch) == [Unwatch((7,))]
+
+
 def test_a_new_broker_is_asked_for_everything_pending() -> None:
     core = laws.watched(ResolverCore())
     core.on_message(Beacon(1, 1, 0.25), 0.0)
