@@ -49,7 +49,7 @@ def ran(*command: str) -> str:
 @pytest.mark.parametrize("seeds", [f"{seed} {how}" for how, each in BROKE.items() for seed in each])
 def test_what_must_hold_holds(seeds: str) -> None:
     said = ran("-m", "simulation.run", *seeds.split(), "--first")
-    assert int(re.search(r"\bok (\d+)", said)[1]) > 0  # type: ignore[index]
+    assert re.search(r"\b(ok|cancelled) [1-9]", said)  # in one world no rank is there for long
 
 
 def test_the_end_of_a_former_try_uses_up_none_of_the_next() -> None:
