@@ -27,7 +27,6 @@ from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.guard import overrides
 from controller.policies.registry import find, unknown
 from controller.requests.request import LegRun
-from nodes.own.blocks import BlockStored, KvEvent
 from pdbus.lab.config import LabConfig
 
 EPOCH = 1  # of every virtual rank: none restarts
@@ -92,7 +91,7 @@ class Chooser(Protocol):
     def apply_sent(self, sent: Sent, now: float) -> None:
         """Note another controller's counters."""
 
-    def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
+    def kv_events(self, dp_rank: int, events: Sequence[Stored | Removed]) -> None:
         """Note changes of this rank's prefix cache."""
 
 
@@ -135,7 +134,7 @@ class BaseChooser:
     def apply_sent(self, sent: Sent, now: float) -> None:
         pass
 
-    def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
+    def kv_events(self, dp_rank: int, events: Sequence[Stored | Removed]) -> None:
         pass
 
 
@@ -241,9 +240,8 @@ class TableChooser(BaseChooser):
     def apply_sent(self, sent: Sent, now: float) -> None:
         self.table.apply_sent(sent, now)
 
-    def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        changes = [(Stored if isinstance(event, BlockStored) else Removed)((event.block_hash,)) for event in events]
-        self.balancer.cache(self._ranks[dp_rank], changes)
+    def kv_events(self, dp_rank: int, events: Sequence[Stored | Removed]) -> None:
+        self.balancer.cache(self._ranks[dp_rank], events)
 
 
 class PowerOfTwo(Policy):

@@ -13,7 +13,8 @@ from array import array
 from collections.abc import Sequence
 
 from bus.wire.hashing import ROOT, pack_hashes
-from nodes.own.blocks import BlockPool, BlockRemoved, BlockStored
+from bus.wire.kv_names import Removed, Stored
+from nodes.own.blocks import BlockPool
 
 
 def as_array(hashes: Sequence[int]) -> array[int]:
@@ -45,11 +46,13 @@ class _Hold:
 
 class RunPool(BlockPool):
     """A `BlockPool` without numbers for its blocks: a table is the number of a hold, in a list. `name` names blocks,
-    not `commit`."""
+    not `commit`, and `take_changes` returns what `record_changes` recorded."""
 
-    def __init__(self, blocks: int, block_tokens: int, *, record_events: bool = False) -> None:
-        super().__init__(0, block_tokens, record_events=record_events)
+    def __init__(self, blocks: int, block_tokens: int, *, record_changes: bool = False) -> None:
+        super().__init__(0, block_tokens)
         self.blocks = blocks
+        self._record_changes = record_changes
+        self._changes: list[Stored | Removed] = []
         self._unused = blocks
         self._unheld = 0  # blocks of runs that no sequence holds
         self._run_of: dict[int, _Run] = {}  # by each hash in it
@@ -114,17 +117,21 @@ class RunPool(BlockPool):
         if last is not None and last.holds != own:
             last = None
         parent = hashes[start - 1] if start else ROOT
+        stored: list[int] = []  # one after the other
         for block_hash in hashes[start:stop]:
-            if block_hash not in run_of:
+            if block_hash in run_of:
+                self._store(stored)
+                stored = []
+            else:
                 if last is None or last.hashes[-1] != parent:
                     last = _Run(array("Q"), own.copy())
                     hold.runs.append(last)
                 last.hashes.append(block_hash)
                 run_of[block_hash] = last
                 hold.unnamed -= 1
-                if self._record_events:
-                    self._events.append(BlockStored(block_hash, parent, ()))
+                stored.append(block_hash)
             parent = block_hash
+        self._store(stored)
 
     def release(self, table: Sequence[int]) -> None:
         for number in table:
@@ -137,6 +144,11 @@ class RunPool(BlockPool):
                     if not run.holds:
                         self._link(run, self._ends)
                         self._unheld += len(run.hashes)
+
+    def take_changes(self) -> list[Stored | Removed]:
+        """Return the changes of the cache since the last call, in order: what a rank's KV events say of them."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def validate(self) -> None:
         runs = {id(run): run for run in self._run_of.values()}.values()
@@ -159,6 +171,10 @@ class RunPool(BlockPool):
         assert self.blocks == self.available + named + sum(hold.unnamed for hold in self._holds.values())
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _store(self, hashes: list[int]) -> None:
+        if hashes and self._record_changes:
+            self._changes.append(Stored(tuple(hashes)))
 
     def _match(self, hashes: array[int]) -> tuple[int, int]:
         """Return how many of the first blocks are cached, and how many of those no sequence holds."""
@@ -225,10 +241,10 @@ class RunPool(BlockPool):
         while left:
             run = self._ends.newer
             gone = run.hashes[-left:]
-            for block_hash in reversed(gone):
+            for block_hash in gone:
                 del self._run_of[block_hash]
-                if self._record_events:
-                    self._events.append(BlockRemoved(block_hash))
+            if self._record_changes:
+                self._changes.append(Removed(tuple(reversed(gone))))
             del run.hashes[-left:]
             left -= len(gone)
             if not run.hashes:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
+from bus.wire.kv_names import Removed, Stored
 from bus.wire.messages import Ack, Load, MemberKey
-from nodes.own.blocks import KvEvent
 from nodes.own.engines.timing import SimTiming
 from nodes.own.sequence import Sequence
 from pdbus.lab.clock import VirtualLoop
@@ -53,7 +53,7 @@ class VirtualRank:
         kv_events: bool = False,
     ) -> None:
         self.key = key
-        self.pool = RunPool(blocks, block_tokens, record_events=kv_events)
+        self.pool = RunPool(blocks, block_tokens, record_changes=kv_events)
         self.scheduler = LabScheduler(self.pool, max_running=max_running, chunk_tokens=chunk_tokens)
         self.steps_taken: list[Callable[[], None]] = []  # called after each computed step (not within decode runs)
         self.before_change: Callable[[], None] = _nothing  # called before each change of `state`
@@ -168,9 +168,9 @@ class VirtualRank:
         )
         return load, self._run
 
-    def take_kv_events(self) -> list[KvEvent]:
+    def take_kv_events(self) -> list[Stored | Removed]:
         """Return the changes of the prefix cache since the last call; empty without `kv_events`."""
-        return self.pool.take_events()
+        return self.pool.take_changes()
 
     # --- steps ------------------------------------------------------------------------------------------------
 
