@@ -77,6 +77,12 @@ GUIDANCE = (
     ControllerConfig, "--kv-overcommit", type=float, help="Tokens at a decode rank, as a multiple of its KV capacity."
 )
 @cli.setting(
+    ControllerConfig,
+    "--prefill-at",
+    type=click.Choice(["auto", "prefill", "decode"]),
+    help="Where prompts are computed if the decode rank has a --decode-cache: as its method says, or always there.",
+)
+@cli.setting(
     ControllerConfig, "--cache-weight", type=float, help="cache_aware: worth of a token to compute, in tokens queued."
 )
 @cli.setting(

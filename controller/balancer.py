@@ -10,7 +10,8 @@ Requests wait elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
@@ -19,7 +20,7 @@ from bus.wire.kv_names import Cleared, Removed, Stored
 from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Submit
 from controller.costs import Costs
 from controller.late import LateBinding
-from controller.load.groups import Metric
+from controller.load.groups import Group, Metric
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.placement import Placement, target_of
@@ -42,14 +43,15 @@ class Placed(NamedTuple):
 
 class Balancer:
     """The balancer over the ranks of `table`, with one policy for each role. `late` None: requests go to ranks at once.
-    `costs`: where its policies look for costs; None: at its own ranks alone.
+    `costs`: where its policies look for costs; None: at its own ranks alone. `prefill_at`: where a pair's prompt is
+    computed if its decode rank could do that too: as the policy of decode ranks says, or always there.
     While not `settled` everything waits, because the ranks are not all known. While `young`, a refusal that depends on
     the known ranks is not final, since some may be missing. `suspects` are ranks that may come back at any moment: a
     request that one of them could take waits."""
 
     def __init__(
         self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None, now: float = 0.0,
-        costs: Costs | None = None,
+        costs: Costs | None = None, prefill_at: Literal["auto", "prefill", "decode"] = "auto",
     ) -> None:  # fmt: skip
         self.table = table
         self.policies = policies
@@ -67,12 +69,16 @@ class Balancer:
         self._orders = _overriding("order", policies)
         self._prefills_here = _overriding("prefill_here", policies)
         self._reads_back = _overriding("read_back", policies)
+        self._asks_decode = prefill_at == "decode" or (prefill_at == "auto" and "decode" in self._prefills_here)
+        self._always_at_decode = prefill_at == "decode"
+        self._chosen: tuple[Submit, RankLoad | None] | None = None  # the prefill rank of the pair that is placed now
         self._speeds = None if late is None else late.speeds  # None: not asked for yet
         costs = costs or Costs()
         for role, policy in policies.items():
-            if role == "unified" and policy.counts_queue_only:
+            if role != "prefill" and policy.counts_queue_only:
                 table.count_queue_only(role)
-            costs.add(role, table, None if policy.prefixes is None else policy.prefixes.depth, self.speeds)
+            depth = None if policy.prefixes is None else policy.prefixes.depth
+            costs.add(role, table, depth, self.speeds, partial(self._choice, role))
             policy.begin(costs)
         self.tick(now)  # what a policy expects for a while is counted from this time on
 
@@ -88,7 +94,7 @@ class Balancer:
         request runs: False lets it wait. It sends nothing: the caller dispatches the legs."""
         if not self.settled:
             return Placed(model)
-        placement, roles, decode = self._placement, ROLES[submit.leg], None
+        placement, roles, decode, decode_rank = self._placement, ROLES[submit.leg], None, None
         role = roles[0]
         try:
             instance, dp_rank = target_of(role, submit)
@@ -107,10 +113,13 @@ class Balancer:
                 alone = self._alone(submit, model, avoid, barred)
                 if alone is not None:
                     return Placed(model, self.charge(submit, now, (("unified", alone),)))
+            if decode is not None and self._asks_decode and self._may_do_both(submit, decode):
+                at = self._trip(submit, group, decode, avoid, barred)
+                return Placed(model, self.charge(submit, now, at) if at else ())
             first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
             if first is None:
                 return Placed(model)
-            at: Ranks = ((role, first),)
+            at = ((role, first),)
             if decode is not None:
                 second = placement.place("decode", submit, decode, decode_rank, decode, first, avoid, barred)
                 if second is None:
@@ -126,15 +135,16 @@ class Balancer:
         legs: tuple[LegRun, ...] = ()
         routed = submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None
         for role, rank in at:
-            tokens = self._charges[role].charge(rank, submit) if role in self._charges else submit.prompt_tokens
+            of = rank.info.role  # whose policy it is: a decode rank runs unified legs too
+            tokens = self._charges[of].charge(rank, submit) if of in self._charges else submit.prompt_tokens
             if read and role == "prefill":
                 tokens = min(tokens, max(1, submit.prompt_tokens - read))
             number = self.table.charge(rank, tokens)
             legs += (LegRun(role, rank, tokens, number, now, role != "prefill" or submit.leg == "prefill"),)
             if routed:
                 rank.routed_total += target_of(role, submit)[1] is not None
-            if role in self._watches:
-                self._watches[role].dispatched(rank, submit, now)
+            if of in self._watches:
+                self._watches[of].dispatched(rank, submit, now)
         return legs
 
     def ended(self, leg: LegRun, submit: Submit, end: Ended | None = None, now: float = 0.0) -> bool:
@@ -142,15 +152,17 @@ class Balancer:
         it ended well. The policy learns of it."""
         ok = end is not None and end.code == "ok"
         self.table.end(leg.rank, leg.charge, ok=ok)
-        if leg.role in self._learns:
-            self._learns[leg.role].ended(leg.rank, submit, end, 0.0 if end is None else now - leg.began)
+        of = leg.rank.info.role
+        if of in self._learns:
+            self._learns[of].ended(leg.rank, submit, end, 0.0 if end is None else now - leg.began)
         return ok
 
     def unsent(self, leg: LegRun, submit: Submit) -> None:
         """Take back the charge of a dispatch that never left this process."""
         self.table.undo(leg.rank, leg.charge)
-        if leg.role in self._learns:
-            self._learns[leg.role].ended(leg.rank, submit, None, 0.0)
+        of = leg.rank.info.role
+        if of in self._learns:
+            self._learns[of].ended(leg.rank, submit, None, 0.0)
 
     def unsent_late(self, rank: RankLoad, charge: int) -> None:
         """Take back the same for a leg that was ended already (`ended`) when the dispatch turned out to be unsent."""
@@ -174,7 +186,10 @@ class Balancer:
 
     def prefills_here(self, rank: RankLoad, submit: Submit) -> bool:
         """Return true if the policy of `rank`, which can do both legs of a pair, wants it to."""
-        policy = self._prefills_here.get(rank.info.role)
+        role = rank.info.role
+        if role == "decode" and (self._always_at_decode or not rank.info.prefills):
+            return rank.info.prefills
+        policy = self._prefills_here.get(role)
         return policy is not None and policy.prefill_here(rank, submit)
 
     def read_back(self, rank: RankLoad, prefill: RankLoad, submit: Submit) -> bool:
@@ -258,6 +273,40 @@ class Balancer:
             policy.tick(now)
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _may_do_both(submit: Submit, decode: Group) -> bool:
+        """Return true if a decode rank may compute the prompt of `submit`, a pair, too: one of them can, and the caller
+        names no rank."""
+        return decode.facts().prefills and all(target_of(role, submit) == ("", None) for role in ROLES["pair"])
+
+    def _trip(
+        self, submit: Submit, group: Group, decode: Group, avoid: tuple[RankLoad, ...], barred: Container[RankLoad]
+    ) -> Ranks:
+        """Return the ranks of a pair whose decode rank may do both legs, none if it waits. Without a prefill rank the
+        decode rank does both."""
+        placement, refusal = self._placement, None
+        try:
+            first = placement.place("prefill", submit, group, None, decode, None, avoid, barred)
+        except Refusal as why:
+            first, refusal = None, why
+        other = None if first is None else decode
+        second = placement.place("decode", submit, decode, None, other, first, avoid, barred)
+        self._chosen = submit, first
+        try:
+            if second is not None and self.prefills_here(second, submit):
+                return (("unified", second),)
+        finally:
+            self._chosen = None
+        if refusal is not None:
+            raise refusal
+        return () if first is None or second is None else (("prefill", first), ("decode", second))
+
+    def _choice(self, role: Role, submit: Submit) -> RankLoad | None:
+        """Return the rank that the policy of `role` chooses for the request now; None: it waits, or there is none."""
+        if role == "prefill" and self._chosen is not None and self._chosen[0] is submit:
+            return self._chosen[1]
+        return self.policies[role].pick(self.table.group(role, submit.model), submit, submit.prompt_tokens)
 
     def _alone(
         self, submit: Submit, model: str, avoid: tuple[RankLoad, ...], barred: Container[RankLoad]

@@ -42,6 +42,7 @@ class ControllerConfig:
     prefill_method: str = "auto"  # `auto`, a name in `POLICIES`, an entry point or `module:Class`
     decode_method: str = "auto"  # the same for decode legs
     unified_method: str = "auto"  # the same for unified legs
+    prefill_at: Literal["auto", "prefill", "decode"] = "auto"  # if decode ranks can too: as their policy says, or always
     instances: tuple[str, ...] = ()  # only these; empty: all
     expect: tuple[str, ...] = ()  # ROLE or ROLE:MODEL: wanted whether or not a rank of it has come
     lease_s: float = defaults.LEASE_S
@@ -93,7 +94,8 @@ class ControllerConfig:
                 raise ConfigError(f"{label} must not be negative, not {getattr(self, label)}")
         if not 0 <= self.spin_us <= defaults.SPIN_US_MAX:
             raise ConfigError(f"spin_us must lie in 0..{defaults.SPIN_US_MAX}, not {self.spin_us}")
-        for label, choices in (("queue_order", ("arrival", "slo")), ("shed", ("never", "hopeless"))):
+        for label, choices in (("queue_order", ("arrival", "slo")), ("shed", ("never", "hopeless")),
+                               ("prefill_at", ("auto", "prefill", "decode"))):  # fmt: skip
             if getattr(self, label) not in choices:
                 raise ConfigError(f"{label} is one of {', '.join(choices)}, not {getattr(self, label)!r}")
         if self.shed != "never" and self.queue_order != "slo":

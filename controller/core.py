@@ -105,7 +105,7 @@ class ControllerCore:
         self.policies = {role: self._policy(role, (policies or {}).get(role)) for role in config.methods}
         self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
-        self.balancer = Balancer(self.table, self.policies, self.late, now)
+        self.balancer = Balancer(self.table, self.policies, self.late, now, prefill_at=config.prefill_at)
         self.members = Members(config, epoch, self.balancer, self.health, self.counts)
         self.balancer.settled, self.balancer.young = False, self.health.young(now)
         self.balancer.suspects = self.members.suspects

@@ -15,12 +15,14 @@ from controller.load.table import LoadTable
 from controller.speeds import Speeds, queued_tokens
 
 Depth: TypeAlias = Callable[[int, Sequence[int]], int]  # blocks at the head of a prompt that a slot's rank caches
+Choice: TypeAlias = Callable[[Submit], RankLoad | None]  # the rank that a request's leg would go to now
 
 
 class _Known(NamedTuple):
     table: LoadTable
     depth: Depth | None
     speeds: Callable[[], Speeds]
+    choice: Choice
 
 
 class Costs:
@@ -31,14 +33,23 @@ class Costs:
         self._link_s_per_token = link_s_per_token
         self._of: dict[Role, _Known] = {}
 
-    def add(self, role: Role, table: LoadTable, depth: Depth | None, speeds: Callable[[], Speeds]) -> None:
+    def add(
+        self, role: Role, table: LoadTable, depth: Depth | None, speeds: Callable[[], Speeds], choice: Choice
+    ) -> None:
         """Set where the figures of a role's ranks come from. Policies do not call it."""
-        self._of[role] = _Known(table, depth, speeds)
+        self._of[role] = _Known(table, depth, speeds, choice)
 
     def view(self, role: Role, model: Model = "") -> View:
         """Return the ranks of a role, of one model where that is named."""
         known = self._of.get(role)
         return Subset(()) if known is None else known.table.group(role, model)
+
+    def choice(self, role: Role, request: Submit) -> RankLoad | None:
+        """Return the rank of `role` that its policy chooses for the request now; None: it would wait, or no rank of
+        that role is there. In `prefill_here` of a pair, `choice("prefill", request)` is the prefill rank that the pair
+        would have."""
+        known = self._of.get(role)
+        return None if known is None else known.choice(request)
 
     def queued(self, rank: RankLoad) -> int:
         """Return the prompt tokens that wait at `rank` or are on their way there."""

@@ -28,6 +28,8 @@ class Speeds:
         name = role, rank.info.model
         if role != "decode":
             self._prefill_rates.setdefault(name, PrefillRate()).observe(last, load, elapsed_s)
+        elif load.computed_tokens_total != last.computed_tokens_total:
+            return  # it computed prompts too: these steps are no measure of decode
         if role in self._steps_of:
             self._step_models.setdefault(name, DecodeStepModel()).observe(last, load, elapsed_s)
 

@@ -22,6 +22,7 @@ class NodeConfig(LinkConfig):
     engine: Any = field(default_factory=EngineConfig)  # what computes: settings of an engine of `nodes.engines`
     max_running: int = 64
     chunk_tokens: int = 512
+    decode_cache: bool = False  # a decode rank keeps KV caches, fetches what it lacks, and computes prompts when told
     wait_s: float = defaults.WAIT_S  # for bus and controllers to be heard, at the start
     drain_s: float = 60.0  # for what runs to end, once it is told to leave
     metrics_port: int = 0  # serves Prometheus metrics; 0: nowhere

@@ -33,7 +33,7 @@ _WORK = {
     "decode": "Fetch prompts' KV caches from prefill ranks, decode, and stream tokens to clients.",
     "unified": "Compute prompts and decode on the same rank (no PD split).",
 }
-_OWN = frozenset({"kv_tokens", "block_tokens", "max_context", "max_running", "chunk_tokens"})
+_OWN = frozenset({"kv_tokens", "block_tokens", "max_context", "max_running", "chunk_tokens", "decode_cache"})
 
 log = logs.get_logger("node")
 
@@ -45,6 +45,9 @@ def command(role: Role) -> click.Command:
         return click.option(*names, **{"show_default": True} | attributes)
 
     optional_s = cli.Seconds()
+    decode_only = option("--decode-cache", is_flag=True,
+                         help="Keep KV caches: fetch only what is missing, and compute prompts where the controller "
+                         "says so.") if role == "decode" else lambda main: main  # fmt: skip
 
     @settings.command(
         "node", role, reloads=RELOADS, help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]}
@@ -68,6 +71,7 @@ def command(role: Role) -> click.Command:
     @option("--max-context", type=int, default=0, help="Prompt and output together (0: the model's).")
     @option("--max-running", type=int, default=None, help="Requests computed at once  [default: sim 256, torch 16]")
     @option("--chunk-tokens", type=int, default=None, help="Tokens a step at most  [default: sim 2048, torch 256]")
+    @decode_only
     @cli.setting(Limits(), "--max-waiting", type=click.IntRange(1), help="More waiting requests are refused.")
     @cli.setting(NodeConfig, "--report-interval-s", type=cli.Seconds(), help="A load report at least this often.")
     @cli.setting(NodeConfig, "--room-ttl-s", type=cli.Seconds(), help="The broker's: rooms are refreshed in time.")
@@ -150,6 +154,7 @@ def config_from(role: Role, options: dict[str, Any], engine_args: Sequence[str] 
         metrics_port=options["metrics_port"],
         metrics_host=options["metrics_host"],
         keys=options["keys"],
+        decode_cache=options.get("decode_cache", False),
     )
 
 

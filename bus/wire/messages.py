@@ -420,6 +420,7 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     metrics: HostPort = ""  # where those of its process are
     # the owners of `running`, in its order: (key, number of legs) each; legs beyond that have no stated owner
     clients: Annotated[tuple[tuple[KeyName, Count], ...], Meta(max_length=256)] = ()
+    prefills: bool = False  # decode: it takes unified legs too, whose prompts it computes itself
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):

@@ -69,6 +69,7 @@ class Facts(NamedTuple):
     kv_kinds: frozenset[KvKind]
     params: frozenset[str]  # sampling parameters that each of them knows
     params_of: frozenset[frozenset[str]]  # what one of them or another knows
+    prefills: bool  # one of them is a decode rank that computes prompts too
 
 
 class View(Protocol):
@@ -174,6 +175,7 @@ class Group:
                 frozenset(rank.kv_kind for rank in ranks),
                 frozenset.intersection(*(rank.params for rank in ranks)) if ranks else frozenset(),
                 frozenset(rank.params for rank in ranks),
+                any(rank.info.prefills for rank in ranks),
             )
         return self._facts
 

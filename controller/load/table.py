@@ -74,7 +74,8 @@ class LoadTable:
 
     def count_queue_only(self, role: Role) -> None:
         """Leave what ranks of `role` hold in their KV memory out of their estimates; call it before one is there. The
-        KV memory still limits what they get."""
+        KV memory still limits what they get. Decode ranks that compute no prompts have no such queue: of those both
+        count."""
         self._queue_only.add(role)
 
     # --- ranks come and go ------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class LoadTable:
         if old is not None:
             self.close(old)
         rank = RankLoad(info)
-        rank.counts_queue_only = info.role in self._queue_only
+        rank.counts_queue_only = info.role in self._queue_only and (info.role != "decode" or info.prefills)
         if old is not None:
             rank.dispatched_before, rank.routed_total = old.dispatched_total, old.routed_total
             rank.failed_total = old.failed_total + old.outstanding  # these end with it

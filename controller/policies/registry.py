@@ -22,6 +22,7 @@ from bus.runtime.logs import get_logger
 from bus.wire.messages import Role
 from controller.policies.base import Policy, PolicySettings
 from controller.policies.guard import FAULTS, Guard, OnFault, fail_on, one_line
+from controller.policies.least_cost import LeastCost
 from controller.policies.methods import CacheAware, FollowBootstrapRoom, RoundRobin, TotalRequests, TotalTokens
 
 Factory: TypeAlias = Callable[[PolicySettings], Policy]
@@ -33,6 +34,7 @@ POLICIES: dict[str, Factory] = {
     "total_requests": TotalRequests,
     "total_tokens": TotalTokens,
     "cache_aware": CacheAware,
+    "least_cost": LeastCost,
 }
 """The methods that come with pdbus, by name."""
 OUR_OWN = tuple(POLICIES.values())  # those that come with pdbus: a program may add to POLICIES

@@ -208,7 +208,7 @@ class RequestLifecycle:
         for ended in progress.ended:
             if ended.rid in work:
                 request, leg = work[ended.rid]
-                if leg.role == ended.leg and request.attempt == ended.attempt:
+                if request.attempt == ended.attempt:  # a rank has one leg of an attempt, whatever it calls it
                     self._ended(request, leg, rank, ended, now, out)
 
     # --- time and credit --------------------------------------------------------------------------------------

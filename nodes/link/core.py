@@ -125,7 +125,7 @@ class RankCore:
                 actions += self._end(current, "fenced", why, now)
             leg = self._take(dispatch, frames, now)
         except Refusal as refusal:
-            end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
+            end = Ended(dispatch.rid, dispatch.attempt, dispatch.leg, refusal.code, refusal.sentence)
             self.reports.ended(owner, end)
             self.counts[refusal.code] += 1
             fields = _about(dispatch) | {"code": refusal.code, "why": refusal.sentence}
@@ -243,7 +243,8 @@ class RankCore:
                 return self.puller.pull(leg, event.first, event.count, now)
             case Fetched():
                 self.fetch_s.append(event.seconds)
-                leg.add_event("fetched", now)
+                leg.cached_tokens = event.cached_tokens
+                leg.add_event("fetched", now, f"{event.cached_tokens} tokens were here" if event.cached_tokens else "")
                 return self.puller.done(leg)
             case Finished():
                 return self._end(leg, "ok", event.reason, now, by_runner=True)

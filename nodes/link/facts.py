@@ -26,7 +26,8 @@ class RankFacts:
     eos_ids: tuple[int, ...] = ()  # end the output, unless a request ignores them
     kv_layout: str = ""  # ranks exchange KV caches where this is equal: model revision, dtype, block shape ...
     kv_transfer: str = OVER_THE_BUS  # or the name of the engine's own connector
-    wants_prompt: bool = False  # decode legs come with the prompt's ids, and the runner samples the first token itself
+    wants_prompt: bool = False  # decode legs come with the prompt's ids
+    prefills: bool = False  # a decode rank takes unified legs too
     params: tuple[str, ...] = ()  # sampling parameters it knows beyond those that every rank knows
     handle_margin_s: float = 5.0  # a handle with less time left is refused: the fetch must be over before it lapses
 

@@ -242,9 +242,12 @@ def leg_of(
     dispatch: Dispatch, frames: Sequence[bytes], *, role: Role, dp_rank: int, facts: RankFacts, now: float
 ) -> Leg:
     """Return the leg that `dispatch` asks for at this rank, not yet in the table; raise Refusal if it is invalid or too
-    long for the rank. `frames` are those after the header: prompt and parameters."""
+    long for the rank. `frames` are those after the header: prompt and parameters. A decode rank that prefills takes
+    unified legs too."""
     if dispatch.leg != role:
-        raise Refusal("bad_request", f"a {dispatch.leg} leg for a {role} rank")
+        if role != "decode" or dispatch.leg != "unified" or not facts.prefills:
+            raise Refusal("bad_request", f"a {dispatch.leg} leg for a {role} rank")
+        role = "unified"
     if dispatch.dp_rank != dp_rank:
         raise Refusal("bad_rank", f"a leg for dp_rank {dispatch.dp_rank} came to {dp_rank}")
     if dispatch.prompt_tokens < 1:

@@ -71,10 +71,12 @@ class Pull(Struct, frozen=True):
 
 
 class Fetched(Struct, frozen=True):
-    """A decode leg's KV cache has been fetched, in so many seconds: the rank it came from may free it."""
+    """A decode leg's KV cache has been fetched, in so many seconds: the rank it came from may free it. `cached_tokens`
+    of the prompt were in this rank's prefix cache, and so did not travel."""
 
     leg: Leg
     seconds: float = 0.0
+    cached_tokens: int = 0
 
 
 class Finished(Struct, frozen=True):

@@ -69,13 +69,14 @@ def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opene
 
 def own_runner(config: NodeConfig, dp_rank: int, engine: Engine) -> OwnRunner:
     """Return the runner of one rank, over `engine`, which the caller closes. Prefill and unified ranks publish their
-    prefix caches."""
+    prefix caches, and decode ranks that have one."""
     spec = engine.spec
-    keeps_prefixes = config.role != "decode"
+    decode_cache = config.role == "decode" and config.decode_cache
+    keeps_prefixes = config.role != "decode" or decode_cache
     pool = BlockPool(spec.blocks, spec.block_tokens, record_events=keeps_prefixes)
     scheduler = Scheduler(pool, max_running=config.max_running, chunk_tokens=config.chunk_tokens)
     kv_events = KvEventLog(config.instance, dp_rank, spec.block_tokens) if keeps_prefixes else None
-    return OwnRunner(engine, scheduler, kv_events)
+    return OwnRunner(engine, scheduler, kv_events, decode_cache=decode_cache)
 
 
 def _kind(name: str, max_running: int, chunk_tokens: int, demo: Demo | None) -> EngineKind:

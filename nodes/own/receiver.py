@@ -39,9 +39,9 @@ class KvReceiver:
         self.window = window
         self.stall_s = stall_s
 
-    def begin(self, sequence: Sequence, blocks: int, now: float) -> list[Span]:
-        """Start the fetch of the first `blocks` blocks of a sequence."""
-        sequence.unasked = range(blocks)
+    def begin(self, sequence: Sequence, blocks: range, now: float) -> list[Span]:
+        """Start the fetch of these blocks of a sequence."""
+        sequence.unasked = blocks
         sequence.fetch_began = sequence.moved_at = now
         return self._ask_more(sequence)
 

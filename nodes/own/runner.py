@@ -37,8 +37,9 @@ MAX_RESTATED = 65_536  # blocks: as many as a controller keeps of a rank
 log = get_logger("node")
 
 
-def facts_of(spec: EngineSpec, max_running: int) -> RankFacts:
-    """Return the description of a rank that runs an engine with this `spec`."""
+def facts_of(spec: EngineSpec, max_running: int, *, decode_cache: bool = False) -> RankFacts:
+    """Return the description of a rank that runs an engine with this `spec`. With `decode_cache` it is a decode rank
+    that keeps its KV caches."""
     return RankFacts(
         model=spec.model,
         max_context=spec.max_context,
@@ -49,17 +50,22 @@ def facts_of(spec: EngineSpec, max_running: int) -> RankFacts:
         eos_ids=spec.eos_ids,
         kv_layout=spec.layout,
         params=(*spec.params, "cache_salt"),  # the scheduler's, whichever engine it has
+        wants_prompt=decode_cache,  # the names of blocks are hashes of their ids
+        prefills=decode_cache,
     )
 
 
 class OwnRunner:
     """The runner of one rank, on the link's thread; its methods are those of `nodes.link.runner.BlockRunner`.
-    `kv_events` turns changes of the prefix cache into messages; None: they are not published."""
+    `kv_events` turns changes of the prefix cache into messages; None: they are not published. `decode_cache`: it is a
+    decode rank that keeps the KV caches of what it ran, fetches only what it lacks, and takes unified legs."""
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, kv_events: KvEventLog | None = None) -> None:
+    def __init__(
+        self, engine: Engine, scheduler: Scheduler, kv_events: KvEventLog | None = None, *, decode_cache: bool = False
+    ) -> None:
         self.engine = engine
         self.scheduler = scheduler
-        self.facts = facts_of(engine.spec, scheduler.max_running)
+        self.facts = facts_of(engine.spec, scheduler.max_running, decode_cache=decode_cache)
         self._kv_events = kv_events
         self._receiver = KvReceiver(window=window_for(engine.spec.block_bytes))
         self._output_tokens = 0
@@ -91,7 +97,7 @@ class OwnRunner:
         self.scheduler.add(
             Sequence(
                 leg.seq,
-                leg.prompt if handle is None else range(leg.prompt_tokens),
+                leg.prompt or range(leg.prompt_tokens),  # a decode leg's ids are known only where it wants them
                 leg.max_tokens,
                 leg.params,
                 leg.stop_ids,
@@ -144,7 +150,8 @@ class OwnRunner:
             assert sequence.leg is not None
             assert sequence.leg.handle is not None
             self._fetching[sequence.id] = sequence
-            self._pull(sequence.leg, self._receiver.begin(sequence, sequence.leg.handle.blocks, now))
+            missing = range(sequence.committed, sequence.leg.handle.blocks)  # the others are in the prefix cache
+            self._pull(sequence.leg, self._receiver.begin(sequence, missing, now))
         begun = self.scheduler.begun
         while begun:
             sequence = begun.popleft()
@@ -201,7 +208,7 @@ class OwnRunner:
             del self._fetching[leg.seq]
             assert leg.handle is not None
             self.scheduler.start(leg.seq, leg.handle.first_token)
-            self._emit(Fetched(leg, now - sequence.fetch_began))
+            self._emit(Fetched(leg, now - sequence.fetch_began, sequence.cached_tokens))
 
     def _pull(self, leg: Leg, spans: list[Span]) -> None:
         for first, count in spans:

@@ -96,7 +96,8 @@ class Scheduler:
             raise ValueError(f"sequence {sequence.id} is empty or known already")
         if sequence.hashes is None:
             root = root_of(sequence.params.cache_salt)
-            sequence.hashes = [] if sequence.imported else block_hashes(sequence.prompt, self.pool.block_tokens, root)
+            known = not isinstance(sequence.prompt, range)
+            sequence.hashes = block_hashes(sequence.prompt, self.pool.block_tokens, root) if known else []
         self._sequences[sequence.id] = sequence
         self._shares.came(sequence.client)
         self.prompt_tokens_total += len(sequence.prompt)
@@ -291,7 +292,7 @@ class Scheduler:
         while (sequence.committed + 1) * size <= sequence.computed:
             index = sequence.committed
             if index >= len(hashes):
-                if sequence.imported or isinstance(sequence.prompt, range):
+                if isinstance(sequence.prompt, range):
                     return  # the ids before it are not known here
                 block = self._tokens(sequence, index * size, size)
                 last = hashes[-1] if hashes else root_of(sequence.params.cache_salt)

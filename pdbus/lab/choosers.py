@@ -155,8 +155,6 @@ class TableChooser(BaseChooser):
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
         self._costs = costs or Costs()
         self.balancer = Balancer(self.table, {role: policy}, self._late if late else None, costs=self._costs)
-        if config.decode_prefills and role == "decode" and policy.counts_queue_only:  # as at unified ranks
-            self.table.count_queue_only(role)
         self._asked: tuple[str, RankLoad] | None = None  # a request whose policy was asked about its rank; for `pick`
         self._trip = config.trip
         memory = {"decode": config.decode_kv_tokens, "unified": config.unified_kv_tokens}.get(role, 0) if slo else 0
@@ -166,7 +164,7 @@ class TableChooser(BaseChooser):
             hello = Hello(
                 instance=role, dp_rank=dp_rank, epoch=EPOCH, role=role, model="sim", dp_size=ranks, state="ready",
                 endpoint="", max_context=0, kv_capacity=memory,  # 0: no matter
-                max_running=0, block_tokens=block_tokens,
+                max_running=0, block_tokens=block_tokens, prefills=role == "decode" and config.decode_prefills,
             )  # fmt: skip
             self._ranks.append(self.balancer.opened(hello, ready=True))
         self._group = self.table.group(role)

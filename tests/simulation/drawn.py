@@ -63,7 +63,7 @@ DRAWN = (
     Mutation("fencing-5", "", "nodes.link.core:RankCore._make_room",
              "not unclaimed", "unclaimed", seed=7, how="crowded"),
     Mutation("adoption-5", "", "controller.balancer:Balancer.unsent",
-             "self._learns[leg.role].ended(leg.rank, submit, None, 0.0)", "pass",
+             "self._learns[of].ended(leg.rank, submit, None, 0.0)", "pass",
              unseen="a method is not told that a dispatch never left: what it then takes for cached costs a worse choice at most"),
     Mutation("retry-5", "", "controller.requests.request:verdict",
              "request.tries < attempts", "request.tries <= attempts", seed=8, how="tries"),

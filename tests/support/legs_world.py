@@ -89,7 +89,7 @@ class Rank:
 
     def __init__(
         self, world: World, role: Role, name: str, blocks: int = 64, limits: Limits | None = None,
-        runner: Runner | None = None,
+        runner: Runner | None = None, decode_cache: bool = False,
     ) -> None:  # fmt: skip
         self.world = world
         self.name = name
@@ -98,7 +98,7 @@ class Rank:
         self.pool = BlockPool(blocks, 4)
         self.scheduler = Scheduler(self.pool, max_running=4, chunk_tokens=8)
         self.streams = Streams()
-        self.runner: Any = runner or OwnRunner(self.engine, self.scheduler)
+        self.runner: Any = runner or OwnRunner(self.engine, self.scheduler, decode_cache=decode_cache)
         self.core = RankCore(role, 0, self.runner.facts, self.streams, self.runner.load, limits)
         self.driver = RankDriver(self.core, self.runner, self._do, world.clock)
         self.tokens: dict[str, list[int]] = {}

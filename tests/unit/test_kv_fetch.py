@@ -43,7 +43,7 @@ class Fetch:
     def __init__(self, blocks: int, *, window: int) -> None:
         self.receiver = KvReceiver(window=window)
         self.sequence = Sequence(1, range(blocks), 9)
-        self.pulls = self.receiver.begin(self.sequence, blocks, 0.0)
+        self.pulls = self.receiver.begin(self.sequence, range(blocks), 0.0)
 
     def wants(self, index: int) -> bool:
         return index in self.sequence.missing

@@ -1,0 +1,38 @@
+"""The method `least_cost`: cache-aware, and it says where a pair's prompt is computed, by predicted seconds."""
+
+from __future__ import annotations
+
+from bus.wire.messages import Submit
+from controller.load.groups import Metric
+from controller.load.rank import RankLoad
+from controller.policies.methods import CacheAware
+
+DELAY = 0.5  # what a second counts by which a request that decodes is delayed, in seconds until a first token
+GUESS_S = 1e-4  # of a prompt token, before any report shows its pace
+
+
+class LeastCost(CacheAware):
+    """Pick the rank as `cache_aware` does. Where that rank could both compute the prompt and decode, let it do both if
+    this costs less than the pair would.
+
+    The costs are seconds until the first token. At the rank: its queue, and what it must compute, which delays every
+    request there (each second of that counts `DELAY` seconds). As a pair: the prefill rank's queue, what it must
+    compute, and the transfer of what the decode rank lacks. Where the request has a wish for its first token
+    (`ttft_slo_s`) that one of the two would keep, that one is taken. Assumes that both compute at the pace that the
+    prefill ranks show.
+    """
+
+    def prefill_here(self, rank: RankLoad, request: Submit) -> bool:
+        costs = self.costs
+        other = costs.choice("prefill", request) or costs.view("prefill", rank.info.model).least(Metric.TOKENS)
+        if other is None:
+            return True
+        pace_s = costs.pace(other) or GUESS_S
+        lacks = request.prompt_tokens - costs.cached(rank, request)
+        here_s = pace_s * (costs.queued(rank) + lacks)
+        there_s = pace_s * (costs.queued(other) + request.prompt_tokens - costs.cached(other, request))
+        there_s += lacks * costs.link_s(other, rank)
+        wish_s = request.ttft_slo_s
+        if wish_s and (here_s <= wish_s) != (there_s <= wish_s):
+            return here_s <= wish_s
+        return here_s + DELAY * pace_s * lacks * rank.requests < there_s

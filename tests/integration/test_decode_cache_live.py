@@ -1,0 +1,82 @@
+"""Decode ranks with a cache, as processes: conversations go where they are cached, and outlive the rank that has them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from test_cluster_live import settled
+
+from nodes.own.engines.sim import sim_generate
+from pdbus.client import Client, Result
+from pdbus.launcher import Cluster
+
+Factory = Callable[..., Cluster]
+SIZE = 16  # tokens of a block
+
+
+def said(client: Client, prompt: list[int], **options: object) -> Result:
+    """Return the result of one turn, whose tokens are right."""
+    result = client.generate_tokens(prompt, max_tokens=20, **options).result
+    assert list(result.ids) == sim_generate(prompt, 20)
+    settled(client.status)
+    return result
+
+
+def cluster_of(pdbus_cluster: Factory, *controller_args: str) -> Cluster:
+    return pdbus_cluster(
+        prefill=1, decode=2, prefill_method="cache_aware", decode_method="least_cost",
+        decode_args=("--decode-cache",), controller_args=controller_args,
+    )  # fmt: skip
+
+
+def test_the_next_turn_is_computed_where_the_last_one_was_and_a_killed_rank_costs_no_answer(
+    pdbus_cluster: Factory,
+) -> None:
+    cluster = cluster_of(pdbus_cluster)
+    with cluster.client() as client:
+        prompt = [3 + n % 400 for n in range(40 * SIZE)]
+        first = said(client, prompt)
+        assert first.decode is not None
+        for turn in range(3):
+            prompt = [*prompt, *first.ids, 7 + turn]
+            result = said(client, prompt)
+            assert result.prefill is None, "it needs no other rank"
+            assert result.decode == first.decode
+            assert result.cached_tokens >= len(prompt) - 2 * SIZE
+        salted = said(client, prompt, cache_salt="other")
+        assert salted.cached_tokens == 0
+        ranks = {rank.dp_rank: rank for rank in client.status().ranks if rank.role == "decode"}
+        assert ranks[first.decode.dp_rank].load is not None
+        os.kill(cluster.children[f"decode-0/{first.decode.dp_rank}"].pid, signal.SIGKILL)
+        after = client.generate_tokens([*prompt, 9], max_tokens=20).result
+        assert list(after.ids) == sim_generate([*prompt, 9], 20)
+        assert after.finish == "length"
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_where_prompts_are_computed_can_be_forced(pdbus_cluster: Factory, where: str) -> None:
+    cluster = cluster_of(pdbus_cluster, "--prefill-at", where)
+    with cluster.client() as client:
+        prompt = [3 + n % 400 for n in range(20 * SIZE)]
+        for _ in range(3):
+            result = said(client, prompt)
+            assert (result.prefill is None) == (where == "decode")
+            prompt = [*prompt, *result.ids, 5]
+        fixed = said(client, prompt, routed_dp_rank=1, disagg_prefill_dp_rank=0)
+        assert fixed.prefill is not None, "who names ranks gets these"
+
+
+def test_without_a_prefill_rank_decode_ranks_do_it_all(pdbus_cluster: Factory) -> None:
+    cluster = cluster_of(pdbus_cluster)
+    with cluster.client() as client:
+        said(client, [5] * 40)
+        os.kill(cluster.children["prefill-0/0"].pid, signal.SIGSTOP)
+        try:
+            result = client.generate_tokens([6] * 40, max_tokens=20).result
+            assert list(result.ids) == sim_generate([6] * 40, 20)
+            assert result.prefill is None
+        finally:
+            os.kill(cluster.children["prefill-0/0"].pid, signal.SIGCONT)
