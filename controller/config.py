@@ -42,7 +42,7 @@ class ControllerConfig:
     prefill_method: str = "auto"  # `auto`, a name in `POLICIES`, an entry point or `module:Class`
     decode_method: str = "auto"  # the same for decode legs
     unified_method: str = "auto"  # the same for unified legs
-    prefill_at: Literal["auto", "prefill", "decode"] = "auto"  # if decode ranks can too: as their policy says, or always
+    prefill_at: Literal["auto", "prefill", "decode"] = "auto"  # if decode can too: as its policy says, or always
     instances: tuple[str, ...] = ()  # only these; empty: all
     expect: tuple[str, ...] = ()  # ROLE or ROLE:MODEL: wanted whether or not a rank of it has come
     lease_s: float = defaults.LEASE_S

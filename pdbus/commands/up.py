@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -89,6 +90,11 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
 @_method_option("prefill", "cache_aware")
 @_method_option("decode", "total_requests")
 @_method_option("unified", "cache_aware")
+@click.option(
+    "--decode-cache",
+    is_flag=True,
+    help="Our engines: decode ranks keep KV caches, and may compute prompts; --decode-method least_cost unless given.",
+)
 @click.option(
     "--queue-order",
     type=click.Choice(["arrival", "slo"]),
@@ -205,16 +211,22 @@ def _spec_of(options: dict[str, Any]) -> ClusterSpec:
         raise ConfigError(f"--front {options['front']} says what serves --http: give that too")
     split_default = 0 if options["unified"] else 2
     node_args, engine_args = _arguments(options["engine"], options["node_args"])
+    decode_method = options["decode_method"]
+    if options["decode_cache"] and _is_default("decode_method"):
+        decode_method = "least_cost"
     if not options["ray"]:
         places_of(options["tokenizers"])  # checked before anything starts; with Ray they are on the edge's machine
     engine = options["engine"] or ("sim" if options["model"] == "sim" else default_engine())
     ray, ipc = options["ray"], options["transport"] == "ipc"
+    if options["decode_cache"] and not kind_of(engine).our_options:
+        raise ConfigError(f"--decode-cache is for our own engines, not {engine}")
     its_own = options["http"] and not ray and not options["tokenizers"]  # the engine's own front may serve
     return ClusterSpec(
         prefill=split_default if options["prefill"] is None else options["prefill"],
         decode=split_default if options["decode"] is None else options["decode"],
         prefill_method=resolve(options["prefill_method"], "prefill"),
-        decode_method=resolve(options["decode_method"], "decode"),
+        decode_method=resolve(decode_method, "decode"),
+        decode_args=("--decode-cache",) if options["decode_cache"] else (),
         unified_method=resolve(options["unified_method"], "unified"),
         engine=engine,
         gpus=tuple(each.replace("+", ",") for each in options["gpus"].split(",")) if options["gpus"] else (),
@@ -234,6 +246,11 @@ def _spec_of(options: dict[str, Any]) -> ClusterSpec:
         ),
         **{name: options[name] for name in _AS_GIVEN},
     )
+
+
+def _is_default(name: str) -> bool:
+    """Return true if nobody gave the option called `name`, on the command line or elsewhere."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.DEFAULT
 
 
 def _over_ray(

@@ -1,4 +1,4 @@
-"""Decode ranks with a cache, as processes: conversations go where they are cached, and outlive the rank that has them."""
+"""Decode ranks with a cache, as processes: conversations go where they are cached, and outlive the rank there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A decode rank with a prefix cache: it fetches only what it lacks, keeps what it generated, and computes prompts when it
-is given a unified leg."""
+"""A decode rank with a prefix cache: it fetches only what it lacks, keeps what it generated, and computes the prompts
+of unified legs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_prompt_that_is_all_there_fetches_its_last_block(world: World, pair: t
 
 
 def test_it_computes_the_prompt_of_a_unified_leg_from_what_it_has(world: World, pair: tuple[Rank, Rank]) -> None:
-    prefill, decode = pair
+    decode = pair[1]
     start(pair, "one", max_tokens=8)
     world.run(1.0)
     prompt = next_turn(PROMPT, decode.tokens["one"])
@@ -112,7 +112,7 @@ def test_salted_prompts_share_nothing(world: World, pair: tuple[Rank, Rank]) -> 
 
 
 def test_blocks_of_a_fetch_that_is_cancelled_have_no_name(world: World, pair: tuple[Rank, Rank]) -> None:
-    prefill, decode = pair
+    decode = pair[1]
     world.tamper = lambda message, data: None if isinstance(message, KvBlock) and message.index else data
     start(pair, "one")
     world.run(0.5)
