@@ -249,7 +249,7 @@ def _spec_of(options: dict[str, Any]) -> ClusterSpec:
 
 
 def _is_default(name: str) -> bool:
-    """Return true if nobody gave the option called `name`, on the command line or elsewhere."""
+    """Return true if no user gave the option called `name`, on the command line or elsewhere."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.DEFAULT
 
 
