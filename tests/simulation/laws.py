@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nodes.own.engines.sim import SPECIALS, feed
 from simulation.broken import Broken
 from simulation.ledger import POISON, may_die_of
+from simulation.network import RECONNECT_MAX_S
 from simulation.process import NodeProcess, Process
 from simulation.spec import VOCAB, Fault
 from simulation.story import message_in
@@ -220,7 +221,8 @@ def _agreement(world: World) -> None:
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs it for nobody at {key}: {leg}"
                 elif leg.attempt not in attempts.get(rid, (leg.attempt,)):
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs what was given up at {key}: {leg}"
-    if world.knows_all_faults and all(_steady(world, each) for each in world.controllers):
+    there = any(each.alive and each.began < now - RECONNECT_MAX_S for each in world.controllers)
+    if world.knows_all_faults and there and all(_steady(world, each) for each in world.controllers):
         odd |= _twins(world)
     if world.knows_all_faults and not any(until > now for _, until, _ in world.befell):
         odd |= _kept(ranks, {asked.rid for asked in world.asked if asked.lives})
@@ -248,7 +250,7 @@ def _attempts(world: World) -> dict[str, set[int]]:
 
 
 def _twins(world: World) -> dict[tuple[Any, ...], str]:
-    """Return ranks of which two starts serve, where controllers reach both and the earlier one is not new itself: a
+    """Return ranks of which two starts serve, where a controller reaches both and the earlier one is not new itself: a
     start that is refused before it serves asks again a second later."""
     serving: dict[tuple[str, int], list[tuple[float, str]]] = {}
     for node in world.nodes:
