@@ -7,6 +7,7 @@ import enum
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from bus.errors import RemoteProtocolError
@@ -34,6 +35,8 @@ NO_ROOM = -1
 MAX_LIVE = 65_535  # legs, and bytes of their names, that one hello can list
 MAX_NAMES_BYTES = 1_000_000
 MAX_LEG_EVENTS = 24
+IDS_MAX = 1 << 31  # token ids are below it
+BATCH = 1024  # token ids that are checked together
 
 
 class LegState(enum.Enum):
@@ -318,11 +321,30 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
         return array("i"), params
     if len(frames[0]) != 4 * dispatch.prompt_tokens:
         raise Refusal("bad_message", f"{len(frames[0])} prompt bytes for {dispatch.prompt_tokens} tokens")
-    prompt = tokens_of(frames[0])
-    negative = not frames[0][3::4].isascii()  # an id has its highest bit set; faster than min()
-    if negative or (facts.vocab_size and max(prompt) >= facts.vocab_size):
-        raise Refusal("bad_message", f"a token id outside 0..{(facts.vocab_size or 1 << 31) - 1}")
-    return prompt, params
+    vocab_size = facts.vocab_size or IDS_MAX
+    if not _are_below(frames[0], vocab_size):
+        raise Refusal("bad_message", f"a token id outside 0..{vocab_size - 1}")
+    return tokens_of(frames[0]), params
+
+
+def _are_below(prompt: bytes, vocab_size: int) -> bool:
+    """Return true if every token id of a prompt frame is at least 0 and below `vocab_size`."""
+    if not prompt[3::4].isascii():  # an id has its highest bit set: it is negative
+        return False
+    # As many ids as BATCH are one number with digits of 32 bits: one addition for all, in a third of the time of max().
+    # It sets the highest bit of each id that is too high, and no digit carries into the next.
+    added, highest = _batch_numbers(vocab_size)
+    for start in range(0, len(prompt), 4 * BATCH):
+        if (int.from_bytes(prompt[start : start + 4 * BATCH], "little") + added) & highest:
+            return False
+    return True
+
+
+@lru_cache
+def _batch_numbers(vocab_size: int) -> tuple[int, int]:
+    """Return what `_are_below` adds to a batch of ids, and the highest bits of all its ids."""
+    ones = int.from_bytes(b"\1\0\0\0" * BATCH, "little")
+    return ones * (IDS_MAX - min(vocab_size, IDS_MAX)), ones * IDS_MAX
 
 
 class Legs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import nullcontext
 from typing import Any
 
@@ -412,6 +413,27 @@ def test_a_bad_payload_is_rejected_and_acknowledged(world: World, frames: list[b
     assert rank.code("r") == "bad_message"
     assert why in rank.ended["r", 1][0].message
     assert rank.core.reports.acks[0].tokens == 3
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 49_152, 65_536, 128_256, (1 << 31) - 1, 0])
+@pytest.mark.parametrize("place", [0, 1, 1023, 1024, 2499])
+def test_each_token_id_of_a_prompt_is_checked(vocab_size: int, place: int) -> None:
+    most = (vocab_size or 1 << 31) - 1
+    facts = RankFacts(model="m", max_context=4096, vocab_size=vocab_size)
+    dispatch = Dispatch("r", 1, "unified", 0, 7, 1, 2500, 2500, 6, bootstrap_room=1)
+
+    def take(token: int) -> Leg:
+        prompt = array("I", [most] * 2500)
+        prompt[place] = token & 0xFFFFFFFF
+        frames = [prompt.tobytes(), encode(Params())]
+        return leg_of(dispatch, frames, role="unified", dp_rank=0, facts=facts, now=0.0)
+
+    assert list(take(most).prompt) == [most] * 2500
+    assert take(0).prompt[place] == 0
+    for wrong in (most + 1, -1, -(1 << 31), (1 << 31) - 1):
+        if wrong != most:
+            with pytest.raises(Refusal, match=f"outside 0..{most}"):
+                take(wrong)
 
 
 @pytest.mark.parametrize(
