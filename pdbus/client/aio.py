@@ -216,9 +216,11 @@ class AsyncStream(BaseStream):
         return None
 
     def on_update(self, function: Callable[[], None] | None) -> None:
-        """Call `function` on the loop's thread when new output or the result has come; None ends that. For callers that
-        wait for several streams and read them with `take`."""
+        """Call `function` on the loop's thread when new output or the result has come, and at once where some waits to
+        be read; None ends that. For callers that wait for several streams and read them with `take`."""
         self._inbox.callback = function
+        if function is not None and self._updates:
+            function()
 
     async def __aenter__(self) -> AsyncStream:
         return self

@@ -245,7 +245,7 @@ def make_request(
         placed["trace"] = trace = parse(traceparent, options.get("tracestate", ""))
         if trace is None:
             raise ConfigError(f"traceparent: {traceparent!r:.80} is none, as in 00-<32 digits>-<16 digits>-01")
-    params = _checked(Params(**sampling))
+    params, params_frame = _checked(Params(**sampling))
     root = ROOT if plain else root_of(params.cache_salt)
     block_tokens = options.get("block_tokens", block_tokens)
     header = Submit(
@@ -259,15 +259,15 @@ def make_request(
         needs=() if plain else params.needs,
         **placed,
     )
-    submits = {(at.decode, header.rid): _checked(header)}
+    submits = {(at.decode, header.rid): _checked(header)[0]}
     if at.prefill is not None:
         prefill = _of_prefill(header)
-        submits[at.prefill, prefill.rid] = _checked(prefill)
+        submits[at.prefill, prefill.rid] = _checked(prefill)[0]
     request = Request(
         rid=header.rid,
         submits=submits,
         prompt=prompt,
-        params=encode(params),
+        params=params_frame,
         stop_ids=frozenset(() if params.ignore_eos else eos_ids) | frozenset(params.stop_token_ids),
         wants_logprobs=params.logprobs >= 0,
     )
@@ -331,21 +331,21 @@ def prompt_bytes(ids: Sequence[int]) -> bytes:
     return frame
 
 
-def _checked(message: _M) -> _M:
-    """Return `message`, checked against the types and bounds of the protocol. Raises ConfigError that names the
-    field."""
+def _checked(message: _M) -> tuple[_M, bytes]:
+    """Return `message`, checked against the types and bounds of the protocol, and its frame. Raises ConfigError that
+    names the field."""
     kind = type(message)
     tag = str(kind.__struct_config__.tag)
     try:
         checked = msgspec.convert((tag, *msgspec.structs.astuple(message)), kind, builtin_types=(bytes,))
-        encode(checked)
+        frame = encode(checked)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$[")
         name = (tag, *kind.__struct_fields__)[int(path.split("]")[0])] if path else tag
         raise ConfigError(f"{name}: {reason[0].lower()}{reason[1:]}") from None
     except (OverflowError, UnicodeEncodeError) as error:
         raise ConfigError(f"{_unfit(message)}: {error}") from None
-    return checked
+    return checked, frame
 
 
 def _unfit(message: Message) -> str:

@@ -51,8 +51,8 @@ class Traffic:
 
     `watch(socket, handler)` passes each message of a socket to `handler`, until `unwatch(socket)`. `send` sends frames.
     The owner calls `tick` every TICK_S. Messages wait for `flush` at the end of a turn, which `flush_soon` requests:
-    messages sent together wake ZeroMQ's I/O thread once, and the wake-up is most of a message's cost. A `detach` alone
-    requests no flush: it leaves with the next message, or at the next tick.
+    messages sent together wake ZeroMQ's I/O thread once, and the wake-up is most of a message's cost. A `detach` waits
+    for the next message to its rank, or for the next tick: alone it would wake the rank.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Traffic:
         self._send_frames = send
         self._flush_soon = flush_soon
         self._outbox: list[Send] = []
-        self._flush_due = False  # the outbox has more than messages that can wait
+        self._flush_due = False
+        self._detaches: list[Send] = []  # they wait for another message to their rank, or for the tick
         self._peers: dict[str, _Peer] = {}
         self._sinks: dict[str, Sink] = {}
         self.dropped: deque[tuple[str, Sink]] = deque()  # requests that are no longer read; any thread appends
@@ -124,6 +125,7 @@ class Traffic:
         now = self._clock()
         if self.dropped or self._unread:
             self._end_unread()
+        self._release_detaches()
         self._do(self._core.tick(now))
         self._do(self._questions.tick(now))
         if now >= self._look_at:
@@ -148,6 +150,7 @@ class Traffic:
         for rid in list(self._sinks):
             self.cancel(rid)
         self._questions.drop(why)
+        self._release_detaches()
         self._request_flush()
         self.flush()
         for peer in self._peers.values():  # messages just sent (cancel, detach) still leave
@@ -190,13 +193,26 @@ class Traffic:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
+                if isinstance(action.message, Detach):
+                    self._detaches.append(action)
+                    continue
+                if self._detaches:
+                    self._release_detaches(action.peer)
                 self._outbox.append(action)
-                if not isinstance(action.message, Detach):
-                    self._request_flush()
+                self._request_flush()
             elif isinstance(action, Deliver):
                 self._sinks[action.rid](action.ids)
             else:
                 self._sinks.pop(action.rid)(action.result)
+
+    def _release_detaches(self, peer: str = "") -> None:
+        """Put the waiting detaches for `peer` into the outbox (empty: all of them)."""
+        waiting, self._detaches = self._detaches, []
+        for send in waiting:
+            if peer in ("", send.peer):
+                self._outbox.append(send)
+            else:
+                self._detaches.append(send)
 
     def _request_flush(self) -> None:
         if not self._flush_due:

@@ -295,7 +295,6 @@ class BusCore:
             self._list_news(running)
             return
         running.stream.on_update(lambda: self._list_news(running))
-        self._list_news(running)
 
     def _list_news(self, running: Running) -> None:
         """Have `get_output_async` look at this request."""

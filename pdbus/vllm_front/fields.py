@@ -213,6 +213,8 @@ def fields_of(record: Any) -> tuple[str, ...]:
 def _refuse(record: Any, taken: frozenset[str], refused: Mapping[str, str]) -> None:
     for name in _others(fields_of(record), taken):
         value = getattr(record, name)
+        if value is None or value is False:  # nearly all of them, for each request
+            continue
         if _asks(value) and not (name in ZERO_IS_NOTHING and value == 0):
             raise Unsupported(refused.get(name, name))
 
@@ -224,9 +226,8 @@ def _others(names: tuple[str, ...], taken: frozenset[str]) -> tuple[str, ...]:
 
 
 def _asks(value: object) -> bool:
-    """Return true unless a value asks for nothing: none, false, or empty. A number asks for something, zero too."""
-    if value is None or value is False:
-        return False
+    """Return true unless a value that is neither none nor false asks for nothing, because it is empty. A number asks
+    for something, zero too."""
     if isinstance(value, (str, list, tuple, dict, set, frozenset)):
         return bool(value)
     return True

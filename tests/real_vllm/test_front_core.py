@@ -46,6 +46,8 @@ class Stream:
 
     def on_update(self, function: Callable[[], None] | None) -> None:
         self.callback = function
+        if function is not None and self.pieces:
+            function()
 
     def take(self) -> Piece | None:
         while self.pieces:
@@ -129,6 +131,25 @@ def outputs(core: BusCore, asked: EngineCoreRequest, *turns: tuple[Any, ...]) ->
         return found
 
     return asyncio.run(run())
+
+
+def test_what_came_before_the_submit_returned_is_passed_on(made: BusCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose rid is live ends at once."""
+
+    async def generate_tokens(self: Client, ids: list[int], **options: Any) -> Stream:
+        stream = Stream()
+        stream.put((10,), result("length", (10,)))
+        return stream
+
+    monkeypatch.setattr(Client, "generate_tokens", generate_tokens)
+
+    async def run() -> list[int]:
+        await made.add_request_async(request())
+        got = await asyncio.wait_for(made.get_output_async(), 5)
+        made.shutdown()
+        return list(got.outputs[0].new_token_ids)
+
+    assert asyncio.run(run()) == [10]
 
 
 def test_tokens_are_passed_on_as_they_come_and_the_last_with_its_end(made: BusCore) -> None:

@@ -170,6 +170,37 @@ def test_what_is_said_waits_for_the_end_of_a_turn_and_a_detach_for_what_comes_ne
         traffic.leave()
 
 
+def test_a_detach_leaves_with_the_next_message_to_its_rank(base: str) -> None:
+    """With a submit it would wake the rank, which has nothing to do yet."""
+    sent: list[tuple[str, str]] = []
+
+    def send(socket: Socket, frames: Sequence[bytes]) -> None:
+        message = decode(frames[0], SAID)
+        sent.append((type(message).__name__, getattr(message, "rid", "")))
+
+    with Sockets() as sockets:
+        traffic = Traffic(
+            [AT.decode], Patience(), random.Random(1), sockets, lambda: 1.0, lambda *_: None, lambda *_: None, send
+        )
+
+        def run(rid: str, rank: str, ends: bool = True) -> None:
+            traffic.begin(make_request([5], {"max_tokens": 1, "rid": rid}, AT, random.Random(1)), lambda update: None)
+            traffic.flush()
+            traffic._received(AT.decode, [encode(Accepted(rid, 1, None, None, Location(rank, 0, 1, base + rank)))])
+            traffic.flush()
+            if ends:
+                traffic._received(base + rank, [encode(Tokens(rid, 1, 0, (7,), "length"))])
+                traffic.flush()
+
+        run("a", "one")
+        run("b", "other")
+        assert sent == [("Submit", "a"), ("Attach", "a"), ("Submit", "b"), ("Attach", "b")]
+        run("c", "one", ends=False)
+        assert sent[4:] == [("Submit", "c"), ("Detach", "a"), ("Attach", "c")]
+        traffic.leave()
+        assert sent[7:] == [("Cancel", "c"), ("Detach", "b"), ("Detach", "c")]
+
+
 def test_a_goodbye_that_met_a_full_queue_leaves_with_the_next_tick(base: str) -> None:
     """Though no request is live any more."""
     sent: list[Message] = []
@@ -192,12 +223,13 @@ def test_a_goodbye_that_met_a_full_queue_leaves_with_the_next_tick(base: str) ->
         assert [type(message) for message in sent] == [Submit, Attach]
         full = True
         traffic.cancel(request.rid)
+        traffic.tick()
         traffic.flush()
         full = False
         for _ in range(2):
             traffic.tick()
             traffic.flush()
-        assert [type(message) for message in sent[2:]] == [Detach, Cancel]
+        assert [type(message) for message in sent[2:]] == [Cancel, Detach]
         traffic.leave()
 
 
@@ -230,6 +262,13 @@ def test_a_stream_is_read_by_who_waits_for_several() -> None:
         assert other.result is not None
         assert other.result.code == "poison"
         assert one.prompt_ids == (5, 6)
+        one._sink((4,))
+        one.on_update(None)
+        assert told == ["a", "a", "b", "a"]
+        one.on_update(partial(told.append, "again"))
+        assert told[4:] == ["again"], "for what had come before"
+        other.on_update(partial(told.append, "nothing"))
+        assert told[5:] == []
 
     asyncio.run(read())
 
