@@ -189,7 +189,7 @@ test-gpu-cpu: ## The rows of test-gpu that a CPU can decide, with tiny random mo
 bench-vllm: ## What the bus adds to vLLM, beside what vLLM's own HTTP server adds
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) $$vllm -P -m benchmarks vllm
 
-bench-front: ## vLLM's own server over the bus, beside itself over its own engine core (4 minutes)
+bench-front: ## vLLM's own server over the bus, beside itself over its own engine core (8 minutes)
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) $$vllm -P -m benchmarks front
 
 test-k8s: setup ## The manifests of examples/kubernetes: checked, and run as processes (the first time it installs kubectl)

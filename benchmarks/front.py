@@ -2,8 +2,9 @@
 core. The same engine is behind both: it computes nothing, and says a token each 20 ms.
 
 Processor time is of the server process alone. The servers take turns, the one that begins by turns too, and a figure
-is the median of its turns. The interval of a ratio is by the bootstrap over the turns: 95 of 100 times the median of
-as many turns lies in it.
+is the median of its turns. Both are started several times, because half of a long prompt's cost is one call of
+vLLM's tokenizer, and what that takes differs from one start of a server to the next, by a tenth and more. The interval
+of a ratio is by the bootstrap over starts and their turns: 95 of 100 times the median of as many lies in it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PROMPTS = (128, 8_192)
 CONNECTIONS = 16
 OUTPUT_TOKENS = 65  # of which the first is counted with the request
 TURNS = 4  # of a run
+STARTS = 4  # of both servers
 RESAMPLED = 2_000
 MODEL = (
     "--hf-overrides", '{"max_position_embeddings": 16384}', "--max-model-len", "16384", "--disable-uvicorn-access-log"
@@ -51,23 +53,30 @@ def run(scope: Scope) -> list[Row]:
     """Called by `python -m benchmarks`: measure, which blocks for minutes, and return the rows. Raises ConfigError if
     vLLM is not installed."""
     versions.check_installed(split=False)
+    starts = scope.size(STARTS, 1)
+    turns = scope.size(-(-scope.runs * TURNS // starts), 2)
+    pairs = [_turns(scope, turns, f"start {start + 1} of {starts}") for start in range(starts)]
+    return [made for tokens in PROMPTS for made in _rows(tokens, pairs)]
+
+
+def _turns(scope: Scope, turns: int, start: str) -> tuple[Side, Side]:
+    """Start both servers, and measure them in so many turns each, after one to warm them up."""
     with Workspace() as space:
         load = space.part("front_parts:load")
         load.wait_ready()
-        scope.show("starting vLLM's server twice")
-        sides = [_bus(space), _own(space)]
+        scope.show(f"{start}: vLLM's server twice")
+        sides = _bus(space), _own(space)
         for side in sides:
             await_url(f"http://127.0.0.1:{side.port}/health", START_S, side.process)
-        turns = scope.size(scope.runs * TURNS, 2)
         for turn in range(1 + turns):
             for tokens in PROMPTS:
-                scope.show(f"turn {turn} of {turns}: {tokens} tokens")
+                scope.show(f"{start}, turn {turn} of {turns}: {tokens} tokens")
                 for side in sides if turn % 2 else reversed(sides):
                     _measure(side, load, tokens, scope)
             if not turn:
                 for side in sides:
-                    side.figures.clear()  # warm-up
-    return [made for tokens in PROMPTS for made in _rows(tokens, *sides)]
+                    side.figures.clear()
+    return sides
 
 
 def _measure(side: Side, load: Process, tokens: int, scope: Scope) -> None:
@@ -87,27 +96,40 @@ def _measure(side: Side, load: Process, tokens: int, scope: Scope) -> None:
     side.note(tokens, EVENTS, events / streams / (OUTPUT_TOKENS - 1))
 
 
-def _rows(tokens: int, bus: Side, own: Side) -> list[Row]:
+def _rows(tokens: int, pairs: Sequence[tuple[Side, Side]]) -> list[Row]:
+    """Return the rows of a length of prompt, from both sides of each start."""
     case = f"{tokens:,} tokens"
+
+    def both(metric: str) -> tuple[list[float], list[float]]:
+        ours, theirs = ([value for pair in pairs for value in pair[side].figures[tokens, metric]] for side in (0, 1))
+        return ours, theirs
+
     made = []
     for metric in (REQUEST, TOKEN):
-        ours, theirs = bus.figures[tokens, metric], own.figures[tokens, metric]
-        made.append(row(case, metric, "µs", ours, theirs, CPU_AIM))
-        low, high = interval([value / floor for value, floor in zip(ours, theirs, strict=True)])
+        made.append(row(case, metric, "µs", *both(metric), CPU_AIM))
+        of_starts = [[side.figures[tokens, metric] for side in pair] for pair in pairs]
+        ratios = [[value / floor for value, floor in zip(*values, strict=True)] for values in of_starts]
+        low, high = interval(ratios)
         made.append(row(case, f"{metric}: its ratio is above", "×", [low]))
         made.append(row(case, f"{metric}: its ratio is below", "×", [high]))
-    made.append(row(case, EVENTS, "", bus.figures[tokens, EVENTS], own.figures[tokens, EVENTS]))
-    ours, theirs = bus.figures[tokens, FIRST], own.figures[tokens, FIRST]
+    made.append(row(case, EVENTS, "", *both(EVENTS)))
+    ours, theirs = both(FIRST)
     made.append(row(case, FIRST, "ms", ours, theirs))
     later = [value - floor for value, floor in zip(ours, theirs, strict=True)]
     made.append(row(case, "first token later by", "ms", later, aim=FIRST_AIM))
     return made
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the bounds between which the median of the turns' `values` is with 95 %, by the bootstrap."""
+def interval(starts: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the bounds between which the median of the turns of these `starts` is with 95 %, by the bootstrap: starts
+    are drawn, and turns of each."""
     rng = random.Random(1)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLED))
+
+    def drawn() -> float:
+        some = rng.choices(starts, k=len(starts))
+        return statistics.median([value for turns in some for value in rng.choices(turns, k=len(turns))])
+
+    medians = sorted(drawn() for _ in range(RESAMPLED))
     return medians[RESAMPLED // 40], medians[-1 - RESAMPLED // 40]
 
 

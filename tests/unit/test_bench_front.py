@@ -59,7 +59,7 @@ def test_a_request_costs_its_tokens_after_the_first_less_and_the_first_token_is_
     sides = [front.Side("bus", 1, bus), front.Side("own", 2, own)]  # type: ignore[arg-type]
     for side in sides * 2:
         front._measure(side, load, 128, Scope(quick=True))  # type: ignore[arg-type]
-    rows = {row.metric: row for row in front._rows(128, *sides)}
+    rows = {row.metric: row for row in front._rows(128, [(sides[0], sides[1])])}
     assert rows[front.REQUEST].value == pytest.approx(2200)
     assert rows[front.REQUEST].ratio == pytest.approx(1.1)
     assert rows[front.REQUEST].met
@@ -70,6 +70,23 @@ def test_a_request_costs_its_tokens_after_the_first_less_and_the_first_token_is_
 
 
 def test_the_interval_is_around_the_median_and_the_narrower_the_more_alike_the_turns_are() -> None:
-    low, high = front.interval([1.0, 1.1, 1.2, 1.3, 1.4] * 4)
+    low, high = front.interval([[1.0, 1.1, 1.2, 1.3, 1.4] * 4])
     assert 1.0 < low < 1.2 < high < 1.4
-    assert front.interval([1.1] * 20) == (1.1, 1.1)
+    assert front.interval([[1.1] * 20]) == (1.1, 1.1)
+
+
+def test_the_interval_is_as_wide_as_the_starts_differ() -> None:
+    assert front.interval([[1.0] * 5, [1.2] * 5, [1.1] * 5, [1.1] * 5]) == (1.0, 1.2)
+
+
+def test_the_figures_of_all_starts_count() -> None:
+    pairs = []
+    for value in (1.0, 2.0, 6.0):
+        sides = [front.Side(name, 0, Server()) for name in ("bus", "own")]  # type: ignore[arg-type]
+        for side, factor in zip(sides, (3, 1), strict=True):
+            for metric in (front.REQUEST, front.TOKEN, front.EVENTS, front.FIRST):
+                side.note(128, metric, value * factor)
+        pairs.append((sides[0], sides[1]))
+    rows = {row.metric: row for row in front._rows(128, pairs)}
+    assert (rows[front.REQUEST].value, rows[front.REQUEST].floor) == (6.0, 2.0)
+    assert rows["first token later by"].value == 4.0
