@@ -35,6 +35,7 @@ from controller.load.rank import UNLIMITED, RankLoad
 MAX_CONTROLLERS = 64
 MAX_CLOSED = 4096  # starts of ranks that have left, of which it is remembered how far their dispatches were numbered
 SEQ_JUMP = 1 << 40  # a seq may be a time in nanoseconds; beyond, no later report of its rank would be believed
+HELD_PART = 32  # of what a decode rank holds that computes prompts too, one in so many counts as queued: it slows steps
 HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this many times the credit
 
 
@@ -74,8 +75,8 @@ class LoadTable:
 
     def count_queue_only(self, role: Role) -> None:
         """Leave what ranks of `role` hold in their KV memory out of their estimates; call it before one is there. The
-        KV memory still limits what they get. Decode ranks that compute no prompts have no such queue: of those both
-        count."""
+        KV memory still limits what they get. Of a decode rank a part counts (HELD_PART), and all of one that computes no
+        prompts: it has no such queue."""
         self._queue_only.add(role)
 
     # --- ranks come and go ------------------------------------------------------------------------------------
@@ -175,12 +176,12 @@ class LoadTable:
         rank.reported_at = now
         rank.slow = False
         rank.base_requests = load.running + load.waiting
-        if not rank.counts_queue_only:
-            rank.base_tokens = load.waiting_tokens + load.kv_tokens
-        else:
-            rank.base_tokens = load.waiting_tokens
-            if rank.info.role != "prefill":
-                rank.held_tokens = load.kv_tokens
+        rank.base_tokens = load.waiting_tokens + load.kv_tokens
+        if rank.counts_queue_only:
+            rank.held_tokens = apart = _apart(rank, load)
+            rank.base_tokens -= apart
+            if rank.info.role == "prefill":
+                rank.held_tokens = 0
         self._acknowledge(rank, load.acks)
         _refresh(rank)
         return rank
@@ -335,7 +336,7 @@ class LoadTable:
             want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
             assert (rank.requests, rank.tokens) == want, (rank, want)
             apart = rank.counts_queue_only and rank.info.role != "prefill"
-            held = rank.load.kv_tokens if apart and rank.load is not None and not rank.stale else 0
+            held = _apart(rank, rank.load) if apart and rank.load is not None and not rank.stale else 0
             assert rank.held_tokens == held, rank
             assert not rank.candidate or rank.ready, rank
         slots = [*self._free_slots, *(rank.slot for rank in self.ranks.values())]
@@ -441,10 +442,15 @@ def _index(rank: RankLoad) -> None:
         index.update(leaf, key_of(rank, metric, leaf) if can_take else NEVER)
 
 
+def _apart(rank: RankLoad, load: Load) -> int:
+    """Return the KV tokens of `load` that the estimate leaves out at a rank whose queue alone counts."""
+    return load.kv_tokens - load.kv_tokens // HELD_PART if rank.info.role == "decode" else load.kv_tokens
+
+
 def _estimate(rank: RankLoad) -> tuple[int, int]:
     """Return the invariant computed from the records alone; `validate` compares the counters with it."""
     assert rank.load is not None
-    work = rank.load.waiting_tokens if rank.counts_queue_only else rank.load.waiting_tokens + rank.load.kv_tokens
+    work = rank.load.waiting_tokens + rank.load.kv_tokens - (_apart(rank, rank.load) if rank.counts_queue_only else 0)
     requests = rank.load.running + rank.load.waiting + rank.in_flight
     tokens = work + rank.in_flight_tokens
     for epoch, (acked, acked_tokens) in rank.other_acks.items():
