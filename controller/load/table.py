@@ -75,8 +75,8 @@ class LoadTable:
 
     def count_queue_only(self, role: Role) -> None:
         """Leave what ranks of `role` hold in their KV memory out of their estimates; call it before one is there. The
-        KV memory still limits what they get. Of a decode rank a part counts (HELD_PART), and all of one that computes no
-        prompts: it has no such queue."""
+        KV memory still limits what they get. Of a decode rank a part counts (HELD_PART), and all of one that computes
+        no prompts: it has no such queue."""
         self._queue_only.add(role)
 
     # --- ranks come and go ------------------------------------------------------------------------------------
