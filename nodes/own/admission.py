@@ -21,34 +21,31 @@ HERE_STEPS = 100  # a client that left within this many steps counts as here
 
 class AdmissionQueue:
     """The sequences that wait for a run slot and memory. The scheduler adds each, and removes it when it is admitted or
-    ends. It is true while one waits."""
+    ends. There are `lines` while one waits."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, dict[int, dict[int, Sequence]]] = {}  # by client, priority and id
+        self.lines: dict[str, dict[int, dict[int, Sequence]]] = {}  # by client, priority and id
         self._fair = FairQueue()
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence behind those of the same client and priority."""
-        line = self._lines.get(sequence.client)
+        line = self.lines.get(sequence.client)
         if line is None:
-            line = self._lines[sequence.client] = {}
+            line = self.lines[sequence.client] = {}
             self._fair.enter(sequence.client)
         line.setdefault(sequence.priority, {})[sequence.id] = sequence
 
-    def __bool__(self) -> bool:
-        return bool(self._lines)
-
     def head(self, barred: Callable[[str], bool] | None = None) -> Sequence | None:
         """Return the next sequence, of the clients that are not `barred`; it stays. None if there is none."""
-        clients = [client for client in self._lines if barred is None or not barred(client)]
+        clients = [client for client in self.lines if barred is None or not barred(client)]
         if not clients:
             return None
-        line = self._lines[clients[0] if len(clients) == 1 else self._fair.next(clients)]
+        line = self.lines[clients[0] if len(clients) == 1 else self._fair.next(clients)]
         return next(iter(line[max(line)].values()))
 
     def remove(self, sequence: Sequence, *, admitted: bool = False) -> None:
         """Remove a sequence; with `admitted` it got a slot and memory, which counts as its client's turn."""
-        line = self._lines[sequence.client]
+        line = self.lines[sequence.client]
         if admitted:
             self._fair.serve(sequence.client, sequence.reserve_tokens)
         level = line[sequence.priority]
@@ -56,13 +53,13 @@ class AdmissionQueue:
         if not level:
             del line[sequence.priority]
             if not line:
-                del self._lines[sequence.client]
-                if not self._lines:
+                del self.lines[sequence.client]
+                if not self.lines:
                     self._fair.clear()
 
     def validate(self, waiting: set[Sequence]) -> None:
         """Check that exactly the sequences in `waiting` are here; AssertionError if not (for tests)."""
-        lines = self._lines.values()
+        lines = self.lines.values()
         assert all(line and all(line.values()) for line in lines)
         assert {sequence for line in lines for level in line.values() for sequence in level.values()} == waiting
 

@@ -253,7 +253,7 @@ class Scheduler:
         return sequence.hashes[: (len(sequence.prompt) - 1) // self.pool.block_tokens]
 
     def _admit(self) -> None:
-        if not self._queue:
+        if not self._queue.lines:
             return
         holdings, barred = None, None
         if self._shares.several(self.step):

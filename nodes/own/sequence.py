@@ -67,10 +67,10 @@ class Sequence:
     damaged: int = 0
     stalls: int = 0
 
-    @property
-    def client(self) -> str:
-        """The key that owns the request; empty: there are no keys."""
-        return "" if self.leg is None else self.leg.client
+    client: str = field(init=False)  # the key that owns the request; empty: there are no keys
+
+    def __post_init__(self) -> None:
+        self.client = "" if self.leg is None else self.leg.client
 
     @property
     def reserve_tokens(self) -> int:

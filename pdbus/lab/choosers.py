@@ -317,12 +317,13 @@ class Method:
     admits: bool = False  # requests wait at the controller until its policy admits them
     orders: bool = False  # its policy orders what waits
     prefills_here: bool = False  # its policy says where prompts are computed
+    watches: bool = True  # loads decide, as reports say; else it needs none
     reads_back: bool = False  # its policy says which prompts prefill ranks read from decode ranks
 
 
 METHODS: dict[str, Method] = {
-    "round_robin": Method("each rank in turn"),
-    "follow_bootstrap_room": Method("bootstrap_room % ranks"),
+    "round_robin": Method("each rank in turn", watches=False),
+    "follow_bootstrap_room": Method("bootstrap_room % ranks", watches=False),
     "total_requests": Method("fewest requests, acknowledged reports"),
     "total_tokens": Method("fewest prompt tokens queued, acknowledged reports"),
     "cache_aware": Method("fewest tokens queued + to be computed, acknowledged reports", kv_events=True),
@@ -331,8 +332,8 @@ METHODS: dict[str, Method] = {
     "overwrite": Method("fewest tokens, plain reports each 20 ms, no acknowledgement", 0.02, before_ingest=True),
     "vllm_counts": Method("4 x waiting + running, plain reports each 100 ms, as vLLM", 0.1, before_ingest=True),
     "power_of_two": Method("better of two random ranks by tokens, acknowledged reports"),
-    "oracle": Method("fewest tokens queued, perfect instant knowledge"),
-    "oracle_cache": Method("fewest tokens queued + to be computed, perfect instant knowledge"),
+    "oracle": Method("fewest tokens queued, perfect instant knowledge", watches=False),
+    "oracle_cache": Method("fewest tokens queued + to be computed, perfect instant knowledge", watches=False),
 }
 LATE = {"late_tokens": "total_tokens", "late_cache": "cache_aware"}  # the policy that each binds late
 

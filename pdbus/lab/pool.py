@@ -117,8 +117,20 @@ class RunPool(BlockPool):
         if last is not None and last.holds != own:
             last = None
         parent = hashes[start - 1] if start else ROOT
+        new = hashes[start:stop]
+        if not new:
+            return
+        if len(set(new)) == len(new) and run_of.keys().isdisjoint(new):  # nearly always: all at once, in C
+            if last is None or last.hashes[-1] != parent:
+                last = _Run(array("Q"), own)
+                hold.runs.append(last)
+            last.hashes.extend(new)
+            run_of.update(dict.fromkeys(new, last))
+            hold.unnamed -= len(new)
+            self._store(new)
+            return
         stored: list[int] = []  # one after the other
-        for block_hash in hashes[start:stop]:
+        for block_hash in new:
             if block_hash in run_of:
                 self._store(stored)
                 stored = []
@@ -172,7 +184,7 @@ class RunPool(BlockPool):
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _store(self, hashes: list[int]) -> None:
+    def _store(self, hashes: Sequence[int]) -> None:
         if hashes and self._record_changes:
             self._changes.append(Stored(tuple(hashes)))
 

@@ -146,27 +146,7 @@ class VirtualRank:
     def state(self, before_ingest: bool = False) -> tuple[Load, DecodeRun | None]:
         """Return the parts of `load`: a load, and the running decode run (None: there is none), by which its KV tokens
         grow. Valid until the next change."""
-        s = self.scheduler
-        waiting, waiting_tokens = s.waiting, s.waiting_tokens
-        if before_ingest:
-            waiting, waiting_tokens = max(0, waiting - len(self._fresh)), max(0, waiting_tokens - sum(self._fresh))
-        load = Load(
-            seq=0,
-            step=s.step,
-            running=s.running,
-            waiting=waiting,
-            waiting_tokens=waiting_tokens,
-            kv_tokens=s.kv_tokens,
-            kv_capacity=self.pool.blocks * self.pool.block_tokens,
-            max_running=s.max_running,
-            acks=self._acks_now,
-            prompt_tokens_total=s.prompt_tokens_total,
-            cached_tokens_total=s.cached_tokens_total,
-            busy_us_total=s.busy_us_total,
-            admitted_tokens_total=s.admitted_tokens_total,
-            computed_tokens_total=s.computed_tokens_total,
-        )
-        return load, self._run
+        return self.scheduler.load(self._acks_now, self._fresh if before_ingest else ()), self._run
 
     def take_kv_events(self) -> list[Stored | Removed]:
         """Return the changes of the prefix cache since the last call; empty without `kv_events`."""

@@ -26,7 +26,7 @@ from controller.trips import Trip
 from nodes.own.sequence import Sequence
 from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
-from pdbus.lab.choosers import LATE, build_chooser, check_method, method_of
+from pdbus.lab.choosers import LATE, METHODS, build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.links import Links
@@ -197,6 +197,13 @@ class _Truth:
     def queued_tokens(self, dp_rank: int) -> int:
         return self.ranks[dp_rank].scheduler.waiting_tokens + self.travelling_tokens[dp_rank]
 
+    def queues(self) -> list[int]:
+        """Return the queued tokens of all ranks."""
+        return [
+            rank.scheduler.waiting_tokens + on_way
+            for rank, on_way in zip(self.ranks, self.travelling_tokens, strict=True)
+        ]
+
     def requests(self, dp_rank: int) -> int:
         scheduler = self.ranks[dp_rank].scheduler
         return scheduler.running + scheduler.waiting + self.travelling[dp_rank]
@@ -223,6 +230,7 @@ class _Run:
         second = method_of(config.decode_method)
         self.admits = self.kind.admits or second.admits
         self.queues = self.late or self.admits or self.kind.orders
+        self.from_outside = not METHODS.keys() >= {method, config.decode_method}  # it may look at all loads
         self.loop = VirtualLoop()
         self.delay_s = config.hop_s + config.report_delay_s
         self.rng = random.Random(config.seed)
@@ -454,14 +462,15 @@ class _Run:
         course.first_token_s = self.loop.now + self.config.hop_s
 
     def _unified_done(self, number: int) -> None:
+        self.courses[number].finished_s = self.loop.now + self.config.hop_s
         self.loop.call_later(self.config.hop_s, self._unified_ended, number)
-        self._finish(number, self.loop.now + self.config.hop_s)
 
     def _unified_ended(self, number: int) -> None:
         course = self.courses[number]
         ended = Ended(str(number), 1, "unified", "ok", output_tokens=max(1, course.request.output_tokens),
                       cached_tokens=course.cached_tokens)  # fmt: skip
         self.unified_choosers[self.owner[number]].chooser.ended(course.unified_rank, ended, self.loop.now)
+        self.arrivals.ended(number, course.finished_s)
 
     def _prefilled(self, number: int) -> None:
         course, hop_s = self.courses[number], self.config.hop_s
@@ -472,13 +481,8 @@ class _Run:
             course.first_token_s = self.loop.now + (2 * hop_s if course.decode_rank >= 0 else hop_s)
         self.loop.call_later(hop_s, self._prefill_ended, number)
         if course.decode_rank < 0:
-            self.loop.call_later(hop_s, self._released, number)
             self._finish(number, course.first_token_s)
-        elif not self._decodes(course):
-            self.loop.call_later(hop_s, self._never_decoded, number)
-        elif not self.config.fetch_by_layer:
-            self.loop.call_later(hop_s, self.decode.ranks[course.decode_rank].kv_ready, number)
-        elif course.moved_tokens:  # only its last layer was missing
+        elif self.config.fetch_by_layer and course.moved_tokens:  # only its last layer was missing
             self.loop.call_later(hop_s, self._fetched, number)
 
     def _decodes(self, course: RequestOutcome) -> bool:
@@ -554,16 +558,23 @@ class _Run:
         self._decoded(number)
 
     def _decoded(self, number: int) -> None:
+        self.courses[number].finished_s = self.loop.now + self.config.hop_s
         self.loop.call_later(self.config.hop_s, self._decode_ended, number)
-        self._finish(number, self.loop.now + self.config.hop_s)
 
     def _released(self, number: int) -> None:
         self.prefill.ranks[self.courses[number].prefill_rank].release(number)
 
     def _prefill_ended(self, number: int) -> None:
+        """Have the controller and the decode rank learn that a prompt is computed."""
         course = self.courses[number]
         ended = Ended(str(number), 1, "prefill", "ok", output_tokens=1, cached_tokens=course.cached_tokens)
         self.choosers[self.owner[number]].chooser.ended(course.prefill_rank, ended, self.loop.now)
+        if course.decode_rank < 0:
+            self._released(number)
+        elif not self._decodes(course):
+            self._never_decoded(number)
+        elif not self.config.fetch_by_layer:
+            self.decode.ranks[course.decode_rank].kv_ready(number)
 
     def _decode_ended(self, number: int) -> None:
         course = self.courses[number]
@@ -571,6 +582,7 @@ class _Run:
         output = max(1, course.request.output_tokens)
         ended = Ended(str(number), 1, "decode", "ok", output_tokens=output, cached_tokens=cached)
         self.decode_choosers[self.owner[number]].chooser.ended(course.decode_rank, ended, self.loop.now)
+        self.arrivals.ended(number, course.finished_s)
 
     def _finish(self, number: int, at_s: float) -> None:
         self.courses[number].finished_s = at_s
@@ -584,7 +596,7 @@ class _Run:
         """Return the tokens that the chosen rank must compute before this request's first token, minus those at the
         best rank of its role."""
         hashes = self._reusable(number)
-        whole, queued = len(hashes) * self.trace.block_tokens, [*map(truth.queued_tokens, range(len(truth.ranks)))]
+        whole, queued = len(hashes) * self.trace.block_tokens, truth.queues()
         cost = least = queued[chosen] - truth.cached_tokens(chosen, hashes)
         for rank, tokens in enumerate(queued):
             if tokens - whole < least:  # otherwise no cache makes it the best
@@ -603,7 +615,8 @@ class _Run:
             for rank in truth.ranks:
                 rank.welcomed(range(1, config.controllers + 1))
         reports = []
-        for dp_rank, rank in enumerate(truth.ranks if not method.startswith("oracle") else ()):
+        watched = kind.watches or self.queues or self.from_outside
+        for dp_rank, rank in enumerate(truth.ranks if watched else ()):
             rng = random.Random(f"{config.seed}/reports/{role}/{dp_rank}")
             mine = Reports(self.loop, rank, rng, config.controllers, interval_s=interval_s, delay_s=self.delay_s,
                            loss=config.report_loss, before_ingest=kind.before_ingest)  # fmt: skip
@@ -664,8 +677,7 @@ class _Run:
 
     def _sample(self) -> None:
         if self.loop.now >= self.arrivals.began_s:
-            decode, truths = self.decode, (self.prefill, self.unified)
-            queued = [truth.queued_tokens(n) for truth in truths for n in range(len(truth.ranks))]
+            decode, queued = self.decode, self.prefill.queues() + self.unified.queues()
             self.outcome.load.append(array("q", queued))
             self.outcome.decode_load.append(array("q", (decode.requests(n) for n in range(self.config.decode_ranks))))
         share = self.arrivals.share(self.loop.now)

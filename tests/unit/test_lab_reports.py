@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -10,11 +11,14 @@ from msgspec.structs import replace
 from bus.wire.messages import Load
 from nodes.own.engines.timing import SimTiming
 from nodes.own.sequence import Sequence
-from pdbus.lab.choosers import BaseChooser
+from pdbus.lab.choosers import METHODS, BaseChooser
 from pdbus.lab.clock import VirtualLoop
+from pdbus.lab.config import LabConfig
+from pdbus.lab.generator import generate
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.reports import Listener, Reports
 from pdbus.lab.scheduler import DecodeRun
+from pdbus.lab.simulate import simulate
 
 INTERVAL_S, DELAY_S, LOSS, READERS = 0.05, 0.12, 0.3, 2
 
@@ -128,3 +132,13 @@ def test_steps_done_are_those_that_have_ended(growth_s: float) -> None:
     for now in times:
         assert run.done(now) == sum(run.ends_s(n) <= now for n in range(1, run.steps))
     assert DecodeRun(5.0, 1, 7, 0.0, 0.0).done(5.0) == 6
+
+
+@pytest.mark.parametrize("method", ["round_robin", "follow_bootstrap_room", "oracle"])
+def test_a_method_that_looks_at_no_load_chooses_the_same_without_reports(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, config = generate(60, seed=1), LabConfig(ranks=3, decode_ranks=3, controllers=2, report_loss=0.1)
+    without = simulate(trace, method, config)
+    monkeypatch.setitem(METHODS, method, dataclasses.replace(METHODS[method], watches=True))
+    assert repr(simulate(trace, method, config)) == repr(without), "NaN is not equal to itself"
