@@ -303,6 +303,7 @@ test-simulation: setup ## Four CPU minutes of simulated clusters (always the sam
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --tight" JOBS=2 CPU_S=15
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --crowded" JOBS=2 CPU_S=15
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --tries" JOBS=2 CPU_S=10
+	@$(MAKE) --no-print-directory simulate SEEDS="1:40 --cached" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --pairs" JOBS=2 CPU_S=10
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.hunt --known
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.play --each 4

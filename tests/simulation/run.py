@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from simulation.broken import Broken
+from simulation.cached import draw_cached
 from simulation.crowded import draw_crowded
 from simulation.pairs import draw_pairs
 from simulation.small import draw_small
@@ -31,7 +32,9 @@ from simulation.transitions import MAY_BE, SEP, Transition, line_of, never, watc
 from simulation.tries import draw_tries
 from simulation.world import World
 
-How: TypeAlias = Literal["", "plain", "guests", "policies", "small", "tight", "crowded", "tries", "pairs", "mixed"]
+How: TypeAlias = Literal[
+    "", "plain", "guests", "policies", "small", "tight", "crowded", "tries", "pairs", "cached", "mixed"
+]
 MIXED: tuple[How, ...] = ("tight", "crowded", "tries", "pairs", "small", "guests", "")
 DRAWS: dict[str, Callable[[int], Spec]] = {
     "small": draw_small,
@@ -39,6 +42,7 @@ DRAWS: dict[str, Callable[[int], Spec]] = {
     "crowded": draw_crowded,
     "tries": draw_tries,
     "pairs": draw_pairs,
+    "cached": draw_cached,
 }
 MEET_S = 5.0  # two faults have met when one began so soon after the other
 TRIES = 150  # of smaller schedules, to minimize one
@@ -153,7 +157,8 @@ def main() -> None:
         ("crowded", "small worlds of full ranks and long requests, whose processes lose several others at once"),
         ("tries", "small worlds in which what is tried again fails again, or is forgotten"),
         ("pairs", "small worlds in which two kinds of faults meet, each seed the next pair of all"),
-        ("mixed", "all but the plain ones in turn"),
+        ("cached", "conversations, whose decode ranks keep KV caches and compute prompts"),
+        ("mixed", "all but the plain ones, those with policies and conversations, in turn"),
     ):
         kinds.add_argument(f"--{kind}", dest="how", action="store_const", const=kind, default="", help=what)
     parser.add_argument("--tables", action="store_true", help="list transitions and pairs of faults, met and never met")

@@ -114,6 +114,7 @@ class Spec:
     guests: tuple[Guest, ...] = ()
     keyed: bool = False  # each process proves a key, and clients have one each
     kernel: int = KERNEL  # messages that kernels hold of a connection: few where prompts are large
+    decode_cache: bool = False  # decode ranks keep KV caches, and compute prompts where they are told
 
     @property
     def bound_s(self) -> float:

@@ -52,6 +52,11 @@ def test_what_must_hold_holds(seeds: str) -> None:
     assert re.search(r"\b(ok|cancelled) [1-9]", said)  # in one world no rank is there for long
 
 
+def test_conversations_at_ranks_that_keep_caches_hold() -> None:
+    said = ran("-m", "simulation.run", "1:4", "--cached", "--first")
+    assert re.search(r"\bok [1-9]", said)
+
+
 def test_the_end_of_a_former_try_uses_up_none_of_the_next() -> None:
     """M94: pairs at two controllers, whose prefill legs wait while their decode legs are at a rank already."""
     *error, pairs, attempts = ran("-c", FORMER_TRIES).split()

@@ -241,6 +241,7 @@ class World:
             dp_ranks=tuple(range(each.first, each.first + each.ranks)), bus=self.bus, controllers=tuple(controllers),
             data=f"tcp://{each.name}" if spec.tcp else "ipc:///sim", engine=engine, max_running=spec.max_running,
             chunk_tokens=spec.chunk_tokens, limits=Limits(hold_s=10.0), drain_s=5.0, wait_s=8.0, keys=self.keys,
+            decode_cache=spec.decode_cache,
         )  # fmt: skip
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -260,6 +261,8 @@ class World:
             options["session"] = f"session {len(self.asked) % 5}"
         if spec.deadline_s:
             options["deadline_s"] = spec.deadline_s
+        if self.spec.decode_cache:
+            options["block_tokens"] = 4
         if spec.rid:
             options["rid"] = spec.rid
         apart = client.controllers[spec.prefill_controller] if spec.prefill_controller >= 0 else None
