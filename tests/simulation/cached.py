@@ -1,4 +1,4 @@
-"""Worlds of conversations: decode ranks keep KV caches and compute prompts where a method or the controller says so, and
+"""Worlds of conversations: decode ranks keep KV caches, and compute prompts where a method or the controller says so;
 most prompts begin with what an earlier request had."""
 
 from __future__ import annotations
