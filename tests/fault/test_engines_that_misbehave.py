@@ -62,22 +62,24 @@ def test_a_poisonous_prompt_is_failed_and_takes_down_no_more_ranks_than_it_may()
 
 
 def test_poison_that_shows_itself_mid_stream_is_failed_too() -> None:
-    """The token that kills is the sixth of the output: the client resumes, and the ranks it kills stay bounded."""
-    prompt = next([n, 7] for n in range(3, 500) if sim_generate([n, 7], 6).index(sim_generate([n, 7], 6)[5]) == 5)
-    deadly = sim_generate(prompt, 6)[5]
+    """The token that kills is the second of the output: the client resumes, and the ranks it kills stay bounded."""
+    prompt = next([n, 7] for n in range(3, 500) if sim_generate([n, 7], 2)[1] not in (n, 7, sim_generate([n, 7], 1)[0]))
+    deadly = sim_generate(prompt, 2)[1]
     with Cluster(spec(4, "--fault-crash-token", str(deadly))) as cluster, rig(cluster) as live:
         live.idle()
         rid = live.begin(prompt, 40, leg="unified")
         result = live.ended(rid)
+        got, killed = live.tokens[rid], cluster.poll()
         assert result.code == "poison", result
-        assert live.tokens[rid] == sim_generate(prompt, 40)[: len(live.tokens[rid])]
-        # The deadly token may leave its rank before that dies: the request has made progress then, which counts anew.
-        assert len(cluster.poll()) <= 3 + (len(live.tokens[rid]) == 6)
+        assert got == sim_generate(prompt, 40)[: len(got)]
+        # A dying rank takes along what has not left it, so which ranks got further is luck. Each token of progress
+        # counts losses anew: with none and after each but the last one rank may die, after the last two.
+        assert len(killed) <= len(got) + 2 <= 4
+        for part in killed:
+            cluster.restart(part)
         clean = next([n] for n in range(3, 500) if deadly not in [n, *sim_generate([n], 10)])
         live.ended(live.begin(clean, 10, leg="unified"))
         live.check(failed={"poison": 1})
-        for part in cluster.poll():
-            cluster.restart(part)
 
 
 def test_overload_is_refused_early_with_a_hint_and_waits_are_bounded() -> None:

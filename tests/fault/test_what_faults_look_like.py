@@ -102,6 +102,7 @@ class Scene:
         self.wake = os.open(os.devnull, os.O_WRONLY)
         exits.callback(os.close, self.wake)
         self.watch = self.watching(live.cluster.bus, live.cluster.controller)
+        self.watch.until("decode-0/1 …ready")  # it tells of changes only, so it has to see what was before
 
     def watching(self, bus: str, controller: str) -> Watch:
         watch = Watch(bus, controller, self.wake)
