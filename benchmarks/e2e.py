@@ -63,7 +63,7 @@ def run(scope: Scope) -> list[Row]:
         client = space.part("e2e:client", controller=space.endpoint("ctl"))
         for process in (echo, asker, client):
             process.wait_ready()
-        for number in range(1 + scope.runs):
+        for number in scope.rounds:
             scope.show(f"run {number} of {scope.runs}")
             trips = asker.ask(count=10 * count, request_bytes=PROMPT_TOKENS * 4)
             taken = {leg: client.ask(leg=leg, count=count) for leg in ("unified", "pair")}

@@ -59,7 +59,7 @@ def run(scope: Scope) -> list[Row]:
         ours = _ours(space, scope)
         sides = [ours, *_routers(space, scope, load)]
         texts = _texts(space, scope)
-        for number in range(1 + scope.runs):
+        for number in scope.rounds:
             for tokens in PROMPTS:
                 for side in sides:
                     scope.show(f"run {number} of {scope.runs}: {side.name}, {tokens} tokens")

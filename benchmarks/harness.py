@@ -112,6 +112,12 @@ class Scope:
     note: Callable[[str], None] = lambda text: None
     pythons: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def rounds(self) -> range:
+        """The numbers of the runs, from 1 on, after a run 0 that is for warmth and does not count; a quick run has
+        none for warmth."""
+        return range(int(self.quick), 1 + self.runs)
+
     def size(self, full: int, quick: int) -> int:
         """Return `full`, or `quick` in a quick run."""
         return quick if self.quick else full

@@ -87,7 +87,7 @@ def run(scope: Scope) -> list[Row]:
         }
         for process in sides.values():
             process.wait_ready()
-        for number in range(1 + scope.runs):
+        for number in scope.rounds:
             for case, (name, side) in itertools.product(CASES, sides.items()):
                 scope.show(f"run {number} of {scope.runs}: {case}, {name}")
                 figures.setdefault((name, case), []).append(_cost(side, case, scope))

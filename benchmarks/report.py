@@ -22,7 +22,7 @@ AIM_US = Aim(5.0, of_ratio=False)
 def run(scope: Scope) -> list[Row]:
     """Called by `python -m benchmarks`: measure, which blocks for up to minutes, and return the rows."""
     scope.show(f"{RANKS:,} ranks, {scope.size(20, 4)} reports each")
-    taken = in_child("report:measure", reports=scope.size(20, 4))
+    taken = in_child("report:measure", reports=scope.size(20, 4), rounds=scope.size(ROUNDS, 1))
     share = [us * RANKS * HZ / 1e4 for us in taken["ours"]]
     case = f"{RANKS:,} ranks"
     return [
@@ -48,14 +48,14 @@ def frames_of(ranks: int, first_seq: int, reports: int) -> list[tuple[bytes, byt
     return frames
 
 
-def measure(reports: int) -> dict[str, Any]:
-    """Return microseconds of CPU for a report, `ours` all the way and `unpack` alone: ROUNDS values each, after one for
-    warmth."""
+def measure(reports: int, rounds: int) -> dict[str, Any]:
+    """Return microseconds of CPU for a report, `ours` all the way and `unpack` alone: `rounds` values each, after one
+    for warmth."""
     from benchmarks.controller_parts import publication_handler
 
     handle = publication_handler(RANKS)
     ours, unpack = [], []
-    for number in range(1 + ROUNDS):
+    for number in range(1 + rounds):
         frames = frames_of(RANKS, 2 + number * reports, reports)
         began = time.thread_time()
         for message in frames:

@@ -58,7 +58,7 @@ def run(scope: Scope) -> list[Row]:
     versions.check_installed(split=False)
     with Workspace() as space:
         ways = [make(space, scope) for make in (_direct, _bus, _http)]
-        for number in range(1 + scope.runs):
+        for number in scope.rounds:
             for way in ways:
                 scope.show(f"run {number} of {scope.runs}: {way.name}")
                 _measure(way, scope)
