@@ -1,9 +1,10 @@
-"""The workers of pytest-xdist are forks of one process that has imported all tests: a start costs the listing alone.
+"""The workers of pytest-xdist are forks of one process that has imported and listed all tests: a start costs little.
 
 Each worker would import every test and what these need, some seven seconds of CPU (twice that in a fresh clone, where
-the assertions of each file are first rewritten). Here a server does so once, as a worker would: with the same options
-and the same `sys.path`. What it could not import a worker tries itself, and says why not. Hypothesis reads the sources
-of all modules for constants, another second or two, which each worker has from there, too.
+the assertions of each file are first rewritten), and make the list of all tests. Here a server does so once, as a
+worker would: with the same options and the same `sys.path`. Each worker takes over its session, whose tests then belong
+to the worker's own configuration (`Listed`). Where something could not be imported a worker lists itself, and says why.
+Hypothesis reads the sources of all modules for constants, another second or two, which each worker has from there, too.
 """
 
 from __future__ import annotations
@@ -41,28 +42,62 @@ class Workers(warm_starts.Starts):
         return warm_starts.launch([os.path.abspath(__file__), json.dumps(said)], WAIT_S)
 
 
-class OnlyImported:
-    """Makes a session of pytest one that only imports. It states, as a worker does, that it keeps nothing."""
+class Listed:
+    """A plugin of the server's session, which lists tests and runs none. It states, as a worker does, that it keeps
+    nothing. Afterwards the next session of this process or a fork of it, of another configuration, is this one."""
+
+    def __init__(self) -> None:
+        self._session: pytest.Session | None = None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:
         config.workerinput = {"workerid": "gw"}  # type: ignore[attr-defined]
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_pycollect_makeitem(self) -> list[pytest.Item]:
-        return []  # each worker lists the tests of the modules that are imported here
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self) -> bool:
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if not session.testsfailed:  # what failed a worker is to say itself
+            self._session = session
         return True
 
+    def hand_over(self) -> None:
+        """Have the next session be this one, if it could list all."""
+        if (session := self._session) is None:
+            return
+        fixtures, made = session._fixturemanager, pytest.Session.from_config
 
-def import_tests(args: Sequence[str], path: Sequence[str]) -> list[random.Random]:
+        def from_config(config: pytest.Config) -> pytest.Session:
+            pytest.Session.from_config = made  # type: ignore[method-assign]
+            session.perform_collect = collect  # type: ignore[assignment, method-assign]
+            for node in {node for item in session.items for node in item.listchain()}:
+                node.config = config
+            config.pluginmanager.register(session, name="session")
+            return session
+
+        def collect() -> list[pytest.Item]:
+            """In place of `perform_collect`: the tests are known, the new configuration's plugins are told of them."""
+            config = session.config
+            session._fixturemanager, fixtures.config = fixtures, config
+            for folder in sorted({item.path.parent for item in session.items}):
+                config.pluginmanager._loadconftestmodules(
+                    folder, config.getoption("importmode"), config.rootpath,
+                    consider_namespace_packages=config.getini("consider_namespace_packages"),
+                )  # fmt: skip
+            config.hook.pytest_collection_modifyitems(session=session, config=config, items=session.items)
+            config.hook.pytest_collection_finish(session=session)
+            session.testscollected = len(session.items)
+            return session.items
+
+        pytest.Session.from_config = from_config  # type: ignore[assignment, method-assign]
+
+
+def list_tests(args: Sequence[str], path: Sequence[str]) -> list[random.Random]:
     """As a session with these arguments does. Nothing draws anew: what a test has seeded stays so."""
     mine, sys.path = sys.path, list(path)
-    pytest.main([*args, "-n0"], plugins=[OnlyImported()])
+    listed = Listed()
+    pytest.main([*args, "-n0"], plugins=[listed])
     sys.path = mine
     read_constants()
+    listed.hand_over()
     return []
 
 
@@ -82,4 +117,4 @@ def read_constants() -> None:
 
 if __name__ == "__main__":
     said = json.loads(sys.argv[1])
-    warm_starts.main(lambda: import_tests(said["args"], said["path"]))
+    warm_starts.main(lambda: list_tests(said["args"], said["path"]))
