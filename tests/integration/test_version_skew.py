@@ -144,11 +144,11 @@ def test_they_are_two_versions(old: Path, tmp_path: Path) -> None:
 def test_an_upgrade_part_by_part_and_back_loses_nothing(cluster: Versions) -> None:
     """The parts of a role that is there twice go one after the other; requests run all the while."""
     right = Counter({"old: right": 1, "new: right": 1})
-    cluster.ask(20)
+    cluster.ask(8)
     assert cluster.answers() == right, cluster.log()
     for version, parts in (("new", ORDER), ("old", ORDER[::-1])):
         for part in parts:
-            cluster.ask(20)
+            cluster.ask(8)
             cluster.replace(part, version)
             assert cluster.answers() == right, cluster.log()
             cluster.ask(4)

@@ -110,16 +110,26 @@ def test_split_run_equals_single_process_run(tokenizer: ModelText):
 
 @needs_torch
 def test_numpy_answers_as_torch_does(tokenizer: ModelText):
-    """torch is asked for each token of an answer at once, as it would ask itself for one after the other."""
-    model, _ = load_llama("torch", "smollm2")
-    chat = tokenizer.chat(asked("Why is the sky blue? In one sentence."))
-    for prompt in (chat, tokenizer.encode("In 1742, once upon")):
-        answer = generate_alone(smollm2.NAME, prompt, 48, engine="numpy")
-        assert len(answer) == 48 or answer[-1] in tokenizer.eos_ids
-        blocks = -(-(len(prompt) + 48) // 16)
-        rows = [Row(0, prompt, 0, range(blocks), GREEDY)]
-        rows += [Row(0, [token], len(prompt) + n, range(blocks), GREEDY) for n, token in enumerate(answer[:-1])]
-        assert model.forward(model.new_pool(blocks, 16), rows).argmax(-1).tolist() == answer
+    """Two answers side by side, as a step computes them. torch is asked for each token of an answer at once, as it
+    would ask itself for one after the other."""
+    ours, _ = load_llama("numpy", smollm2.NAME)
+    model, _ = load_llama("torch", smollm2.NAME)
+    prompts = [tokenizer.chat(asked("Why is the sky blue? In one sentence.")), tokenizer.encode("In 1742, once upon")]
+    blocks = [-(-(len(prompt) + 48) // 16) for prompt in prompts]
+    tables = [range(blocks[0]), range(blocks[0], sum(blocks))]
+    pool = ours.new_pool(sum(blocks), 16)
+    answers = [
+        [int(row.argmax())] for row in ours.forward(pool, [Row(n, prompts[n], 0, tables[n], GREEDY) for n in (0, 1)])
+    ]
+    while live := [n for n in (0, 1) if len(answers[n]) < 48 and answers[n][-1] not in tokenizer.eos_ids]:
+        rows = [Row(n, answers[n][-1:], len(prompts[n]) + len(answers[n]) - 1, tables[n], GREEDY) for n in live]
+        for n, row in zip(live, ours.forward(pool, rows), strict=True):
+            answers[n].append(int(row.argmax()))
+    for prompt, answer, count in zip(prompts, answers, blocks, strict=True):
+        rows = [Row(0, prompt, 0, range(count), GREEDY)]
+        rows += [Row(0, [token], len(prompt) + n, range(count), GREEDY) for n, token in enumerate(answer[:-1])]
+        assert model.forward(model.new_pool(count, 16), rows).argmax(-1).tolist() == answer
+    assert generate_alone(smollm2.NAME, prompts[1], 4, engine="numpy") == answers[1][:4]
 
 
 def test_numpy_s_weights_are_the_file_s(tmp_path: Path):
