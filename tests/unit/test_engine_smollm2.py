@@ -110,26 +110,31 @@ def test_split_run_equals_single_process_run(tokenizer: ModelText):
 
 @needs_torch
 def test_numpy_answers_as_torch_does(tokenizer: ModelText):
-    """Two answers side by side, as a step computes them. torch is asked for each token of an answer at once, as it
-    would ask itself for one after the other."""
+    """Each is asked for each token of an answer at once, as it would ask itself for one after the other; numpy does ask
+    itself for the first ones. (The texts are the model's own.)"""
     ours, _ = load_llama("numpy", smollm2.NAME)
     model, _ = load_llama("torch", smollm2.NAME)
-    prompts = [tokenizer.chat(asked("Why is the sky blue? In one sentence.")), tokenizer.encode("In 1742, once upon")]
-    blocks = [-(-(len(prompt) + 48) // 16) for prompt in prompts]
-    tables = [range(blocks[0]), range(blocks[0], sum(blocks))]
-    pool = ours.new_pool(sum(blocks), 16)
-    answers = [
-        [int(row.argmax())] for row in ours.forward(pool, [Row(n, prompts[n], 0, tables[n], GREEDY) for n in (0, 1)])
-    ]
-    while live := [n for n in (0, 1) if len(answers[n]) < 48 and answers[n][-1] not in tokenizer.eos_ids]:
-        rows = [Row(n, answers[n][-1:], len(prompts[n]) + len(answers[n]) - 1, tables[n], GREEDY) for n in live]
-        for n, row in zip(live, ours.forward(pool, rows), strict=True):
-            answers[n].append(int(row.argmax()))
-    for prompt, answer, count in zip(prompts, answers, blocks, strict=True):
-        rows = [Row(0, prompt, 0, range(count), GREEDY)]
-        rows += [Row(0, [token], len(prompt) + n, range(count), GREEDY) for n, token in enumerate(answer[:-1])]
-        assert model.forward(model.new_pool(count, 16), rows).argmax(-1).tolist() == answer
-    assert generate_alone(smollm2.NAME, prompts[1], 4, engine="numpy") == answers[1][:4]
+    sky = (
+        "The sky is blue because of a process called Rayleigh Scattering, where light encounters tiny molecules of air "
+        "and is scattered in every direction by molecules of air. This phenomenon occurs because of the speed of "
+        "light, which is approximately 30"
+    )
+    city = (
+        " a time, the city of New Orleans was a thriving metropolis, with a population of around 2.5 million people. "
+        "However, in 1742, the city was still a French colony, and the French had already established"
+    )
+    chat = tokenizer.chat(asked("Why is the sky blue? In one sentence."))
+    for prompt, text in ((chat, sky), (tokenizer.encode("In 1742, once upon"), city)):
+        first = generate_alone(smollm2.NAME, prompt, 8, engine="numpy")
+        assert len(first) == 8 or first[-1] in tokenizer.eos_ids
+        answer = first + tokenizer.encode(text)[8:]
+        blocks = -(-(len(prompt) + 48) // 16)
+        rows = [Row(0, prompt, 0, range(blocks), GREEDY)]
+        rows += [Row(0, [token], len(prompt) + n, range(blocks), GREEDY) for n, token in enumerate(answer[:47])]
+        said = model.forward(model.new_pool(blocks, 16), rows).argmax(-1).tolist()
+        assert len(said) == 48
+        assert said[:8] == first
+        assert ours.forward(ours.new_pool(blocks, 16), rows).argmax(-1).tolist() == said
 
 
 def test_numpy_s_weights_are_the_file_s(tmp_path: Path):
