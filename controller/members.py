@@ -260,10 +260,11 @@ class Members:
 
     def validate(self) -> None:
         """Check that connections and counts agree with the ranks (for tests)."""
-        kinds: dict[str, Counter[Kind]] = {}
+        kinds: dict[str, dict[Kind, int]] = {}
         for rank in self._table.ranks.values():
             if self.state(rank) not in DEAD:
-                kinds.setdefault(rank.info.instance, Counter())[_kind(rank.info)] += 1
+                of_instance, kind = kinds.setdefault(rank.info.instance, {}), _kind(rank.info)
+                of_instance[kind] = of_instance.get(kind, 0) + 1
         assert self._kinds == kinds
         assert self.ranks.keys() == set(self._table.ranks.values())
         assert all(rank.load is load for load, rank in self.ranks.items())

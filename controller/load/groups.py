@@ -8,7 +8,6 @@ hold) and looks at each rank. A set of slots is an integer with the bits of its 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeAlias
@@ -238,7 +237,11 @@ class Group:
     def validate(self) -> None:
         """Check, for tests, that counts and indexes agree with the members. Raises AssertionError if they do not."""
         ranks = [rank for rank in self.members if rank is not None]
-        assert self.ready == Counter(rank.info.model for rank in ranks if rank.ready), "ready count"
+        ready: dict[str, int] = {}
+        for member in ranks:
+            if member.ready:
+                ready[member.info.model] = ready.get(member.info.model, 0) + 1
+        assert self.ready == ready, "ready count"
         assert sum(len(ranks_of) for ranks_of in self._instances.values()) == len(ranks), "instances"
         assert self._by_slot == {rank.slot: rank for rank in ranks}, "slots"
         assert self._leaves == {rank.slot: leaf for leaf, rank in enumerate(self.members) if rank}, "leaves"

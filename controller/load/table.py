@@ -341,10 +341,12 @@ class LoadTable:
             assert not rank.candidate or rank.ready, rank
         slots = [*self._free_slots, *(rank.slot for rank in self.ranks.values())]
         assert sorted(slots) == list(range(self._slots)), "every slot is taken once, or free"
-        for group in self._groups.values():
-            assert {rank.key for rank in group.members if rank} == {
-                rank.key for rank in self.ranks.values() if group.takes(rank)
-            }
+        keys: dict[tuple[str, str, str], set[MemberKey]] = {}
+        for rank in self.ranks.values():
+            for name in group_names(rank):
+                keys.setdefault(name, set()).add(rank.key)
+        for named, group in self._groups.items():
+            assert {rank.key for rank in group.members if rank} == keys.get(named, set()), named
             group.validate()
 
     # --- inside -----------------------------------------------------------------------------------------------
