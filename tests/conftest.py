@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -73,36 +74,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         STARTS.wait()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """All plugins are there: which of them see a test is the same for each of its hooks, some twenty."""
+    session.gethookproxy = functools.cache(session.gethookproxy)  # type: ignore[method-assign]
+
+
+_made: list[zmq.Context[zmq.Socket[bytes]]] = []  # contexts, by the test that runs
+_make = zmq.Context.__init__
+
+
+def _note(self: zmq.Context[zmq.Socket[bytes]], *args: object, **kwargs: object) -> None:
+    _make(self, *args, **kwargs)
+    if not getattr(self, "_shadow", False):
+        _made.append(self)
+
+
 @pytest.fixture(autouse=True)
-def logs_as_a_host_has_them() -> Iterator[None]:
-    """What one test has configured is no other test's: `bus.runtime.logs` goes by whether anybody has."""
+def nothing_is_left() -> Iterator[None]:
+    """Fail a test whose worlds break the laws of their counters (`support/laws.py`), or that leaves a ZeroMQ context
+    open: it would hang or leak in a user's process. What a test has configured of logs is no other test's:
+    `bus.runtime.logs` goes by whether anybody has. (One fixture, since each costs a test as much as many tests take.)
+    """
+    _made.clear()
+    zmq.Context.__init__ = _note  # type: ignore[method-assign]
     yield
+    zmq.Context.__init__ = _make  # type: ignore[method-assign]
     structlog.reset_defaults()
-
-
-@pytest.fixture(autouse=True)
-def counts_are_conserved() -> Iterator[None]:
-    """The worlds that this test made obey the laws of their counters (`support/laws.py`)."""
-    yield
-    if "laws" in sys.modules:
-        sys.modules["laws"].settle()
-
-
-@pytest.fixture(autouse=True)
-def no_open_contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A ZeroMQ context that a test made and did not close fails it: it would hang or leak in a user's process."""
-    made: list[zmq.Context[zmq.Socket[bytes]]] = []
-    original = zmq.Context.__init__
-
-    def note(self: zmq.Context[zmq.Socket[bytes]], *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        if not getattr(self, "_shadow", False):
-            made.append(self)
-
-    monkeypatch.setattr(zmq.Context, "__init__", note)
-    yield
-    left = [context for context in made if not context.closed]
+    left = [context for context in _made if not context.closed]
     for context in left:
         context.destroy(linger=0)
-    made.clear()
+    _made.clear()
+    if "laws" in sys.modules:
+        sys.modules["laws"].settle()
     assert not left, f"{len(left)} ZeroMQ contexts were left open"

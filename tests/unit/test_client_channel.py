@@ -629,7 +629,7 @@ def test_loops_in_several_threads_share_a_client_until_one_closes_it(peers: tupl
 
 
 def test_a_close_that_is_cancelled_closes_all_the_same(peers: tuple[Peer, Peer], base: str) -> None:
-    """That no context stays open is `conftest.no_open_contexts`."""
+    """That no context stays open is `conftest.nothing_is_left`."""
 
     async def run() -> None:
         loop, go = asyncio.get_running_loop(), threading.Event()
@@ -840,7 +840,7 @@ def test_a_client_that_broke_in_a_loop_lets_nobody_wait(
 
 
 def test_a_loop_that_cannot_connect_opens_nothing(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That no context stays open is `conftest.no_open_contexts`. The second of two controllers is what fails."""
+    """That no context stays open is `conftest.nothing_is_left`. The second of two controllers is what fails."""
     connect = zmq.Socket.connect
 
     def fails(self: Any, endpoint: str) -> None:

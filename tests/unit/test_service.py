@@ -128,7 +128,7 @@ PARTS = [publisher, resolver, broker, controller, channel]
 def test_a_failed_start_closes_what_it_opened(
     make: Callable[[str], Service], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That no context stays open is `conftest.no_open_contexts`."""
+    """That no context stays open is `conftest.nothing_is_left`."""
     made: list[Any] = []
     original = zmq.Socket.connect
 
