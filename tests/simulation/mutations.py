@@ -44,7 +44,7 @@ MUTATIONS = (
     Mutation("resume-from-zero", "a resumed request repeats its first tokens",
              "pdbus.client.core:ClientCore._submit", "request.offset = len(request.ids)", "request.offset = 0", seed=19, how="tight"),
     Mutation("gap-not-asked", "tokens that were lost are skipped",
-             "pdbus.client.core:ClientCore._tokens", "if message.start > have:", "if False:", seed=720),
+             "pdbus.client.core:ClientCore._tokens", "if message.start > have:", "if False:", seed=36, how="tight"),
     Mutation("submits-not-repeated", "a submit that is lost is never answered",
              "pdbus.client.core:ClientCore._resend", "if not unanswered or now < request.resend_at:", "if True:", seed=2, how="tight"),
     Mutation("verdict-awaited", "a stream that failed is waited for without an end",
