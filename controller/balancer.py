@@ -34,11 +34,13 @@ Ranks: TypeAlias = tuple[tuple[Role, RankLoad], ...]  # the ranks of a request's
 
 class Placed(NamedTuple):
     """The answer to a submit: all of its legs, charged, in the order of `ROLES`. Without legs the submit waits
-    (`refusal` None), or is refused. `model` is the one that all its attempts run, empty while that is open."""
+    (`refusal` None), or is refused. `model` is the one that all its attempts run, empty while that is open.
+    `predicted`: `Policy.predicted` of the decision where its prompt is computed."""
 
     model: str
     legs: tuple[LegRun, ...] = ()
     refusal: Refusal | None = None
+    predicted: tuple[float, float] | None = None
 
 
 class Balancer:
@@ -72,6 +74,7 @@ class Balancer:
         self._asks_decode = prefill_at == "decode" or (prefill_at == "auto" and "decode" in self._prefills_here)
         self._always_at_decode = prefill_at == "decode"
         self._chosen: tuple[Submit, RankLoad | None] | None = None  # the prefill rank of the pair that is placed now
+        self._predicted: tuple[float, float] | None = None  # of the last trip
         self._speeds = None if late is None else late.speeds  # None: not asked for yet
         costs = costs or Costs()
         for role, policy in policies.items():
@@ -115,7 +118,7 @@ class Balancer:
                     return Placed(model, self.charge(submit, now, (("unified", alone),)))
             if decode is not None and self._asks_decode and self._may_do_both(submit, decode):
                 at = self._trip(submit, group, decode, avoid, barred)
-                return Placed(model, self.charge(submit, now, at) if at else ())
+                return Placed(model, self.charge(submit, now, at) if at else (), None, self._predicted)
             first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
             if first is None:
                 return Placed(model)
@@ -292,12 +295,15 @@ class Balancer:
             first, refusal = None, why
         other = None if first is None else decode
         second = placement.place("decode", submit, decode, None, other, first, avoid, barred)
-        self._chosen = submit, first
+        self._chosen, self._predicted = (submit, first), None
         try:
-            if second is not None and self.prefills_here(second, submit):
-                return (("unified", second),)
+            here = second is not None and self.prefills_here(second, submit)
         finally:
             self._chosen = None
+        if not self._always_at_decode:
+            self._predicted = self.policies["decode"].predicted
+        if here and second is not None:
+            return (("unified", second),)
         if refusal is not None:
             raise refusal
         return () if first is None or second is None else (("prefill", first), ("decode", second))

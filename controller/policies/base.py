@@ -47,6 +47,10 @@ class Policy(Protocol):
     prefixes: PrefixIndex | None = None
     """What it knows of caches, where it keeps an index (`pdbus_controller_prefix_blocks` counts the entries)."""
 
+    predicted: tuple[float, float] | None = None
+    """What it predicted in its last `prefill_here`: the seconds until the first token where that rank does both, and as
+    a pair. None: it predicts nothing. `pdbus trace` shows it."""
+
     costs: Costs = Costs()
     """Queues, speeds and cached tokens of the ranks of all roles; empty until `begin`."""
 

@@ -26,12 +26,14 @@ class LeastCost(CacheAware):
         costs = self.costs
         other = costs.choice("prefill", request) or costs.view("prefill", rank.info.model).least(Metric.TOKENS)
         if other is None:
+            self.predicted = None
             return True
         pace_s = costs.pace(other) or GUESS_S
         lacks = request.prompt_tokens - costs.cached(rank, request)
         here_s = pace_s * (costs.queued(rank) + lacks)
         there_s = pace_s * (costs.queued(other) + request.prompt_tokens - costs.cached(other, request))
         there_s += lacks * costs.link_s(other, rank)
+        self.predicted = here_s, there_s
         wish_s = request.ttft_slo_s
         if wish_s and (here_s <= wish_s) != (there_s <= wish_s):
             return here_s <= wish_s

@@ -79,12 +79,14 @@ class Attempts:
         if held or (queue.requests and request.lane is None):
             in_turn = partial(self._in_turn, request, held, out)
         barred: Container[RankLoad] = self._with_one_apart() if request.apart else ()
-        request.model, legs, refusal = self._balancer.place(
+        request.model, legs, refusal, predicted = self._balancer.place(
             request.submit, now, request.model, request.avoid, barred, not request.tries, in_turn
         )
         if refusal is not None:
             raise refusal
         if legs:
+            if predicted is not None:
+                request.past += ((now, "trip", request.attempt, None, _trip_of(legs, *predicted)),)
             request.step("dispatched")
             self._dispatch(request, legs, now, out)
             return True
@@ -280,6 +282,12 @@ class Attempts:
             mine = [leg for leg, _ in running if leg.rank is load]
             assert load.outstanding == len(mine) == len(rank.work), rank
             assert load.outstanding_tokens == sum(leg.charge for leg in mine), rank
+
+
+def _trip_of(legs: tuple[LegRun, ...], here_s: float, pair_s: float) -> str:
+    """Return how a pair's prompt travels, and the predictions (seconds until the first token) that decided it."""
+    trip = "a pair" if len(legs) > 1 else "at decode"
+    return f"{trip}; predicted: {here_s:.3f} s at decode, {pair_s:.3f} s as a pair"
 
 
 def work_of(rank: Rank, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:

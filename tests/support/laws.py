@@ -63,6 +63,7 @@ LAWS = (
     Law("controller", "who waits lives", "queue_requests <= requests"),
     Law("controller", "the queue's bytes are kept", "queue_bytes <= payload_bytes"),
     Law("controller", "only a wish that waited is given up", "tpot_slo_given_up <= queued"),
+    Law("controller", "a trip is of a pair that is done", "trip_* <= done"),
     Law("controller", "regret is of dispatches", "regret_dispatches <= legs_dispatched", given="legs_dispatched"),
 
     Law("rank", "what is sent ends or is outstanding", "ended_total + outstanding == dispatched_total"),

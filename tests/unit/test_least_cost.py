@@ -1,0 +1,200 @@
+"""Where a pair's prompt is computed: the method `least_cost`, and what the controller says of it."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from controller_world import P, World, hello, peer_of, submit
+from msgspec.structs import replace
+
+from bus.wire.messages import Accepted, Dispatch, Done, Ended, Hello, Progress, Submit
+from controller.balancer import Balancer, Placed
+from controller.events import FromNode
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
+from controller.policies import PolicySettings, make_policy
+from controller.requests.record import trace_events_of
+from controller.speeds import queued_tokens
+
+SIZE = 16
+
+
+class Pairs:
+    """One prefill rank and two decode ranks, which compute prompts too."""
+
+    def __init__(self, decode: str = "least_cost", *, prefills: bool = True, prefill_at: str = "auto") -> None:
+        methods = {"prefill": "cache_aware", "decode": decode, "unified": "round_robin"}
+        policies = {role: make_policy(name, PolicySettings(role)) for role, name in methods.items()}  # type: ignore[arg-type]
+        self.table = LoadTable(1)
+        self.balancer = Balancer(self.table, policies, prefill_at=prefill_at)  # type: ignore[arg-type]
+        self.prefill = self.rank("prefill", 0)
+        self.decode = [self.rank("decode", n, prefills) for n in range(2)]
+
+    def rank(self, role: str, number: int, prefills: bool = False) -> RankLoad:
+        hello = Hello(
+            instance=role, dp_rank=number, epoch=1, role=role, model="m", dp_size=2, state="ready", endpoint="",  # type: ignore[arg-type]
+            max_context=0, kv_capacity=0, max_running=0, block_tokens=SIZE, prefills=prefills,
+        )  # fmt: skip
+        return self.balancer.opened(hello, ready=True)
+
+    def caches(self, rank: RankLoad, blocks: int) -> None:
+        self.balancer.policies[rank.info.role].stored(rank, list(range(1, blocks + 1)))
+
+    def busy(self, rank: RankLoad, requests: int, tokens: int) -> None:
+        for _ in range(requests):
+            self.table.charge(rank, tokens // requests)
+
+    def place(self, blocks: int = 10, **fields: object) -> Placed:
+        hashes = array("Q", range(1, blocks + 1)).tobytes()
+        submit = Submit(
+            "r", "pair", blocks * SIZE + 8, 10, bootstrap_room=1, block_tokens=SIZE, block_hashes=hashes,
+            **fields,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return self.balancer.place(submit, 0.0)
+
+
+def at(placed: Placed) -> list[str]:
+    return [f"{leg.role} at {leg.rank.info.role}-{leg.rank.key[1]}" for leg in placed.legs]
+
+
+def test_a_turn_stays_where_the_last_one_was() -> None:
+    world = Pairs()
+    world.caches(world.decode[1], 9)
+    placed = world.place()
+    assert at(placed) == ["unified at decode-1"]
+    assert placed.legs[0].charge == SIZE + 8, "it is charged what it must compute"
+    assert placed.predicted is not None
+    here_s, pair_s = placed.predicted
+    assert here_s < pair_s
+
+
+def test_a_new_prompt_goes_to_a_prefill_rank_and_so_does_a_turn_whose_rank_is_busy() -> None:
+    assert at(Pairs().place()) == ["prefill at prefill-0", "decode at decode-0"]
+    world = Pairs()
+    world.caches(world.decode[0], 5)
+    world.busy(world.decode[0], 4, 40)
+    world.busy(world.decode[1], 4, 400)
+    assert at(world.place()) == ["prefill at prefill-0", "decode at decode-0"]
+
+
+def test_a_busy_prefill_rank_leaves_it_to_decode() -> None:
+    world = Pairs()
+    world.busy(world.prefill, 1, 10_000)
+    assert at(world.place()) == ["unified at decode-0"]
+
+
+def test_the_wish_for_a_first_token_decides_where_one_keeps_it() -> None:
+    """At 0.1 ms a token: 168 tokens at decode in 17 ms, behind 200 at prefill in 37 ms."""
+    world = Pairs()
+    world.busy(world.prefill, 1, 200)
+    for rank in world.decode:
+        world.busy(rank, 8, 8)
+    assert at(world.place()) == ["prefill at prefill-0", "decode at decode-0"]
+    assert at(world.place(ttft_slo_s=0.03)) == ["unified at decode-1"]
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_it_can_be_forced_with_any_method(where: str) -> None:
+    world = Pairs("total_requests", prefill_at=where)
+    assert len(world.place().legs) == (1 if where == "decode" else 2)
+    assert world.place().predicted is None
+    assert len(world.place(routed_dp_rank=1).legs) == 2, "a caller that names a rank gets a pair"
+
+
+def test_ranks_without_a_cache_are_asked_nothing() -> None:
+    world = Pairs(prefills=False)
+    world.busy(world.prefill, 1, 10_000)
+    placed = world.place()
+    assert len(placed.legs) == 2
+    assert placed.predicted is None
+
+
+def test_without_a_ready_prefill_rank_decode_does_it_all() -> None:
+    world = Pairs()
+    world.table.set_ready(world.prefill, False)
+    assert at(world.place()) == ["unified at decode-0"]
+    world = Pairs("total_requests")
+    world.table.set_ready(world.prefill, False)
+    placed = world.place()
+    assert placed.refusal is not None
+    assert placed.refusal.code == "no_rank"
+
+
+D = [replace(hello("d", n, role="decode"), prefills=True, wants_prompt=True) for n in range(2)]
+
+
+def test_a_decode_rank_that_computes_counts_a_part_of_what_it_holds() -> None:
+    world = World(decode_method="least_cost")
+    world.join(D[0])
+    world.report(D[0], waiting_tokens=10, kv_tokens=640)
+    rank = world.rank(D[0])
+    assert (rank.tokens, rank.held_tokens, queued_tokens(rank)) == (30, 620, 10)
+
+
+def begun(**settings: Any) -> World:
+    world = World(decode_method="least_cost", **settings)
+    for node in (P[0], *D):
+        world.join(node)
+    return world
+
+
+def test_a_pair_that_decode_does_alone_is_one_unified_leg_there_and_is_counted() -> None:
+    world = begun(prefill_at="decode")
+    world.submit(submit("r", "pair"))
+    (sent,) = world.dispatches()
+    assert (sent.leg, sent.prompt_tokens) == ("unified", 10)
+    node = D[sent.dp_rank]
+    assert len(world.to_nodes[-1].frames) == 2, "with its prompt"
+    (accepted,) = world.answers(Accepted)
+    assert (accepted.prefill, accepted.decode) == (None, world.rank(node).location)
+    world.progress(node, started=[sent])
+    world.progress(node, ended=[sent], output_tokens=5)
+    assert world.answers(Done)[0].legs[0].leg == "unified"
+    assert world.core.counts["trip_at_decode"] == 1
+    world.assert_empty()
+
+
+@pytest.mark.parametrize(("cached", "trip"), [(0, "trip_whole"), (8, "trip_delta")])
+def test_the_other_trips_are_told_apart_by_what_decode_had(cached: int, trip: str) -> None:
+    world = begun(prefill_at="prefill")
+    world.submit(submit("r", "pair"))
+    prefill, decode = world.dispatches()
+    assert [len(action.frames) for action in world.to_nodes if type(action.message) is Dispatch] == [2, 2]
+    world.progress(P[0], started=[prefill], ended=[prefill])
+    world.progress(D[decode.dp_rank], started=[decode])
+    world.progress(D[decode.dp_rank], ended=[decode], cached_tokens=cached)
+    assert {name: count for name, count in world.core.counts.items() if name.startswith("trip_")} == {trip: 1}
+
+
+def test_the_trip_and_its_predictions_are_in_the_trace() -> None:
+    world = begun()
+    world.submit(submit("r", "pair"))
+    (record,) = world.core.life.table.records("r")
+    (trip,) = [event.detail for event in trace_events_of(record, 0.0) if event.what == "trip"]
+    assert trip == "a pair; predicted: 0.001 s at decode, 0.001 s as a pair"
+
+
+def test_a_controller_that_restarts_takes_over_what_a_decode_rank_does_alone() -> None:
+    """A hello does not say which leg it is, so it counts as a decode leg until its end says it was a unified one."""
+    world = World(decode_method="least_cost")
+    for node in (P[0], D[0], replace(D[1], running=(("r", 1),))):
+        world.join(node)
+    world.report(D[1], running=1)
+    world.submit(submit("r", "pair"))
+    (sent,) = world.dispatches()
+    assert (sent.rid, sent.attempt, sent.dp_rank) == ("r", 1, 1)
+    world.progress(D[1], started=[sent])
+    world.feed(FromNode(peer_of(D[1]), Progress("d", 1, 1, (), (Ended("r", 1, "unified", "ok", output_tokens=5),))))
+    assert world.answers(Done)[0].legs[0].leg == "unified"
+    world.assert_empty()
+
+
+def test_a_decode_rank_that_is_lost_costs_one_more_try() -> None:
+    world = begun(prefill_at="decode")
+    world.submit(submit("r", "pair"))
+    (first,) = world.dispatches()
+    world.cut(D[first.dp_rank])
+    *_, second = world.dispatches()
+    assert (second.attempt, second.leg, second.dp_rank) == (2, "unified", 1 - first.dp_rank)
