@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from test_cluster_live import settled
 
+from nodes.own.engines.reference import generate_alone
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client, Result
 from pdbus.launcher import Cluster
@@ -80,3 +81,23 @@ def test_without_a_prefill_rank_decode_ranks_do_it_all(pdbus_cluster: Factory) -
             assert result.prefill is None
         finally:
             os.kill(cluster.children["prefill-0/0"].pid, signal.SIGCONT)
+
+
+def test_turns_of_a_real_model_are_those_of_one_engine(pdbus_cluster: Factory) -> None:
+    """Computed at decode from fetched and generated blocks, and at prefill with a part fetched."""
+    cluster = pdbus_cluster(
+        prefill=1, decode=1, engine="numpy", model="tiny", decode_method="least_cost", decode_args=("--decode-cache",)
+    )
+    with cluster.client() as client:
+        prompt = [(7 * n) % 200 for n in range(5 * SIZE + 3)]
+        trips = []
+        for turn in range(4):
+            there = {"routed_dp_rank": 0, "disagg_prefill_dp_rank": 0} if turn == 2 else {}
+            result = client.generate_tokens(prompt, max_tokens=12, block_tokens=SIZE, ignore_eos=True, **there).result
+            assert list(result.ids) == generate_alone("tiny", prompt, 12, engine="numpy")
+            trips.append("at decode" if result.prefill is None else "pair")
+            prompt = [*prompt, *result.ids, 5 + turn]
+            settled(client.status)
+        assert trips == ["pair", "at decode", "pair", "at decode"]
+        counts = client.status().counts
+        assert [counts[f"trip_{trip}"] for trip in ("at_decode", "delta", "whole")] == [2, 1, 1]
