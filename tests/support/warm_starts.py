@@ -36,9 +36,13 @@ from types import ModuleType
 from typing import Any
 
 IMPORTED = (
-    "bus.__main__", "controller.__main__", "nodes.main", "nodes.own.engines.numpy_llama", "pdbus.cli",
-    "pdbus.edge.server", "soak.run", "numpy", "rich.live", "rich.table", "click._textwrap",
-    *(f"pdbus.commands.{name}" for name in ("up", "serve", "generate", "status", "top", "trace", "replay", "demo")),
+    "bus.__main__", "controller.__main__", "nodes.main", "nodes.own.kinds", "nodes.own.engines.numpy_llama",
+    "pdbus.cli", "pdbus.edge.server", "pdbus.top.screen", "soak.run", "numpy", "rich.live", "rich.status", "rich.table",
+    "rich._emoji_codes", "click._textwrap", "encodings.idna",
+    *(
+        f"pdbus.commands.{name}"
+        for name in ("up", "serve", "generate", "status", "top", "trace", "replay", "plan", "calibrate", "keys", "demo")
+    ),
 )  # fmt: skip
 NOT_KEPT = ("bus.__main__", "controller.__main__")  # they are to run as `__main__`
 OURS = ("bus", "controller", "nodes", "pdbus", "benchmarks", "simulation", "soak", "pytest")
@@ -54,7 +58,10 @@ WANTED = {  # imported for commands with one of these words, or variables
     ),
     "--out": PLOTS,
     "pytest": ("pytest",),
-    "simulation.run": ("simulation.small", "simulation.tight", "simulation.story", "multiprocessing.pool"),
+    "simulation.run": (
+        *(f"simulation.{name}" for name in ("cached", "crowded", "pairs", "small", "story", "tight", "transitions", "tries", "world")),
+        "multiprocessing.pool",
+    ),
     "torch": ("torch", "nodes.own.engines.torch_engine"),
     "OTEL_EXPORTER_OTLP_ENDPOINT": (
         "opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk.trace.sampling",
