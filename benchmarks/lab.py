@@ -28,12 +28,12 @@ def run(scope: Scope) -> list[Row]:
     for kind, requests in (("open loop", 24_000), ("sessions", 6_000), ("weka", 3_000)):
         for method in METHODS:
             scope.show(f"{kind}, {method}")
-            taken = _measured(scope, "measure", kind=kind, method=method, requests=scope.size(requests, 300))
+            taken = _measured(scope, "measure", kind=kind, method=method, requests=scope.size(requests, 100))
             rows.append(row(f"{kind}, {method}", "requests replayed", "1/s of CPU", taken))
     for method in METHODS:
         scope.show(f"turns of long sessions, {method}")
         long, short = (
-            _measured(scope, "measure_turns", method=method, tokens=tokens, turns=scope.size(1_500, 100))
+            _measured(scope, "measure_turns", method=method, tokens=tokens, turns=scope.size(1_500, 60))
             for tokens in (LONG, SHORT)
         )
         rows.append(row(f"turn at {LONG:,} tokens, {method}", f"CPU, beside {SHORT:,}", "µs", long, short))

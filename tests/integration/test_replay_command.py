@@ -15,7 +15,7 @@ from pdbus.lab.choosers import METHODS
 from pdbus.lab.metrics import estimate
 from pdbus.lab.tables import COLUMNS, written
 
-SHORT = ("--duration-s", "40", "--jobs", "1")
+SHORT = ("--duration-s", "20", "--jobs", "1")
 
 
 def replay(*arguments: str, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
@@ -64,7 +64,7 @@ def test_a_mooncake_file_all_methods_table_and_plots(tmp_path: Path) -> None:
 
 def test_seeds_give_means_and_intervals_and_progress_from_the_start() -> None:
     arguments = ("--methods", "round_robin,total_tokens", "--ranks", "2", "--seeds", "3", "--seed", "7")
-    done = replay("--duration-s", "40", "--jobs", "2", *arguments)
+    done = replay("--duration-s", "20", "--jobs", "2", *arguments)
     assert done.returncode == 0, done.stderr
     assert "mean of 3 seeds ±95 % confidence interval" in done.stdout
     assert "generated-7 to generated-9" in done.stdout
@@ -73,7 +73,7 @@ def test_seeds_give_means_and_intervals_and_progress_from_the_start() -> None:
     assert len(others) == 6
     assert any(line.startswith("total_tokens seed 9 done; ") for line in others)
     assert "6 of 6 runs done" in others[-1]
-    found = json.loads(replay("--duration-s", "40", "--jobs", "1", *arguments, "--json").stdout)
+    found = json.loads(replay("--duration-s", "20", "--jobs", "1", *arguments, "--json").stdout)
     assert found["seeds"] == [7, 8, 9]
     assert found["options"]["seeds"] == 3
     means = [run["ttft_mean_s"] for run in found["runs"] if run["method"] == "total_tokens"]

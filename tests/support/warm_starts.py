@@ -59,8 +59,8 @@ WANTED = {  # imported for commands with one of these words, or variables
     "--out": PLOTS,
     "pytest": ("pytest",),
     "simulation.run": (
-        *(f"simulation.{name}" for name in ("cached", "crowded", "pairs", "small", "story", "tight", "transitions", "tries", "world")),
-        "multiprocessing.pool",
+        "simulation.cached", "simulation.crowded", "simulation.pairs", "simulation.small", "simulation.story",
+        "simulation.tight", "simulation.transitions", "simulation.tries", "simulation.world", "multiprocessing.pool",
     ),
     "torch": ("torch", "nodes.own.engines.torch_engine"),
     "OTEL_EXPORTER_OTLP_ENDPOINT": (
