@@ -43,7 +43,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Before the first worker starts."""
     from forked_workers import Workers
+    from xdist.workermanage import WorkerController
 
+    news.take_apart(WorkerController)
     workers = Workers(config.invocation_params.args)
     workers.install()
     workers.on = True

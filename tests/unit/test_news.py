@@ -11,9 +11,11 @@ import pytest
 class Worker:
     def __init__(self) -> None:
         self.sent: list[str] = []
+        self.events: list[Any] = []
 
     def sendevent(self, name: str, **told: Any) -> None:
-        self.sent.append(name)
+        self.events.append((name, told))
+        self.sent += [name for name, _ in told["events"]] if name == "together" else [name]
 
 
 def report(when: Any = "setup", outcome: Any = "passed", sections: Any = (), duration: float = 0.0) -> Any:
@@ -23,9 +25,10 @@ def report(when: Any = "setup", outcome: Any = "passed", sections: Any = (), dur
 def sent(name: str, told: Any = None) -> bool:
     worker = Worker()
     plugin = news.News(worker)
-    data = {} if told is None else plugin.pytest_report_to_serializable(told) or {"$report_type": "TestReport"}
+    data = {} if told is None else plugin.pytest_report_to_serializable(told) or {"outcome": told.outcome}
     worker.sendevent(name, data=data)
-    return worker.sent == [name]
+    worker.sendevent("runtest_protocol_complete")
+    return worker.sent == [name, "runtest_protocol_complete"]
 
 
 @pytest.mark.parametrize("when", ["setup", "teardown"])
@@ -39,6 +42,27 @@ def test_each_call_is_sent_and_that_a_test_has_ended_but_not_that_it_begins() ->
     assert sent("testreport", report("call"))
     assert sent("logfinish")
     assert not sent("logstart")
+
+
+def test_what_a_test_says_comes_in_one_message_and_is_handled_in_its_order() -> None:
+    """A failure at once: a test that hangs afterwards has been heard."""
+    worker = Worker()
+    news.News(worker)
+    for name, outcome in (("testreport", "passed"), ("logfinish", ""), ("runtest_protocol_complete", "")):
+        worker.sendevent(name, data={"outcome": outcome})
+    worker.sendevent("testreport", data={"outcome": "failed"})
+    assert [name for name, _ in worker.events] == ["together", "testreport"]
+
+    handled: list[str] = []
+
+    class Controller:
+        def process_from_remote(self, event: Any) -> None:
+            handled.append(event[0] if isinstance(event, tuple) else event)
+
+    news.take_apart(Controller)
+    for event in (*worker.events, "the end"):
+        Controller().process_from_remote(event)
+    assert handled == ["testreport", "logfinish", "runtest_protocol_complete", "testreport", "the end"]
 
 
 def test_of_what_was_collected_all_is_sent() -> None:
