@@ -21,13 +21,14 @@ NAMES = ("p0", "p1", "d0", "d1")
 
 
 class LegsMachine(RuleBasedStateMachine):
-    @initialize(seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.05, 0.3]))
-    def begin(self, seed: int, loss: float) -> None:
+    @initialize(seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.05, 0.3]), cached=st.integers(0, 2))
+    def begin(self, seed: int, loss: float, cached: int) -> None:
         self.rng = random.Random(seed)
         self.loss = loss
         self.world = World()
         for name in NAMES:
-            Rank(self.world, "prefill" if name[0] == "p" else "decode", name, blocks=24)
+            role, caches = ("prefill", False) if name[0] == "p" else ("decode", int(name[1]) < cached)
+            Rank(self.world, role, name, blocks=24, decode_cache=caches)  # type: ignore[arg-type]
         self.world.tamper = self.tamper
         self.world.jitter = lambda: self.rng.random() * 0.01
         self.world.copies = lambda: 2 if self.rng.random() < 0.1 else 1
@@ -69,15 +70,17 @@ class LegsMachine(RuleBasedStateMachine):
             self.dispatch(source.name, rid, attempt)
 
     @rule(
-        length=st.integers(1, 30),
+        length=st.integers(1, 24),
         max_tokens=st.integers(1, 8),
         prefill=st.integers(0, 1),
         decode=st.integers(0, 1),
         told=st.booleans(),
+        follows=st.booleans(),
     )
-    def submit(self, length: int, max_tokens: int, prefill: int, decode: int, told: bool) -> None:
+    def submit(self, length: int, max_tokens: int, prefill: int, decode: int, told: bool, follows: bool) -> None:
         rid = f"r{len(self.prompts)}"
-        self.prompts[rid] = [3 + self.rng.randrange(4) for _ in range(length)]
+        before = self.rng.choice([*self.prompts.values()]) if follows and self.prompts else []
+        self.prompts[rid] = [*before[:12], *(3 + self.rng.randrange(4) for _ in range(length))]
         self.max_tokens[rid] = max_tokens
         self.attempts[rid] = 1
         self.run_pair(rid, prefill, decode, told)
@@ -88,6 +91,17 @@ class LegsMachine(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(sorted(self.prompts)))
         self.attempts[rid] += 1
         self.run_pair(rid, prefill, decode, True)
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), decode=st.integers(0, 1))
+    def run_at_decode(self, data: st.DataObject, decode: int) -> None:
+        """A decode rank with a cache computes the prompt itself."""
+        rid = data.draw(st.sampled_from(sorted(self.prompts)))
+        target = self.rank(f"d{decode}")
+        if target.runner.facts.prefills and not target.dead:
+            self.attempts[rid] += 1
+            target.read(rid, self.attempts[rid], len(target.tokens.get(rid, [])))
+            self.dispatch(target.name, rid, self.attempts[rid], leg="unified")
 
     @precondition(lambda self: self.legs)
     @rule(data=st.data())
