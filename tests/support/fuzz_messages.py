@@ -46,8 +46,8 @@ def of(kind: type[Any]) -> Draw:
     """How to draw one message of this kind."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
-    draws = {field.name: _of(field.type) for field in info.fields}
-    return lambda rng: kind(**{name: draw(rng) for name, draw in draws.items()})
+    draws = [(field.name, _of(field.type)) for field in info.fields]
+    return lambda rng: kind(**{name: draw(rng) for name, draw in draws})
 
 
 def _of(kind: inspect.Type) -> Draw:
@@ -106,12 +106,13 @@ def _integer(kind: inspect.IntType) -> Draw:
     low = kind.gt + 1 if kind.gt is not None else kind.ge if kind.ge is not None else -(2**63)
     high = kind.lt - 1 if kind.lt is not None else kind.le if kind.le is not None else 2**63 - 1
     near = max(low, 0) if high >= 0 else low
-    few = _one_of([near + step for step in range(6) if near + step <= high])
+    few = [near + step for step in range(6) if near + step <= high]
+    count = len(few)
 
     def draw(rng: random.Random) -> int:
         dice = rng.random()
         if dice < 0.85:
-            return few(rng)
+            return few[int(rng.random() * count)]
         return rng.choice((low, high)) if dice < 0.95 else rng.randint(low, high)
 
     return draw
