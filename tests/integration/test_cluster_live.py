@@ -181,7 +181,9 @@ def test_two_hundred_mixed_requests_on_sixteen_ranks(pdbus_cluster: Factory) -> 
     status = settled(cluster.status)
     dispatched = sum(rank.dispatched_total for rank in status.ranks)
     assert dispatched == sum(rank.ended_total for rank in status.ranks)
-    if all(result.attempts == 1 for result in results):  # where this machine stands still, requests are tried again
+    assert dispatched >= 2 * len(results)
+    # Where this machine stands still, requests are tried again, and submits without an answer come again.
+    if status.counts["submitted"] == len(results) and all(result.attempts == 1 for result in results):
         assert dispatched == 2 * len(results)
     for role in ("prefill", "decode"):
         shares = [rank.dispatched_total for rank in status.ranks if rank.role == role]
