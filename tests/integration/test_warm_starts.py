@@ -236,6 +236,29 @@ def test_a_worker_has_imported_the_tests_and_draws_its_own_numbers(
     assert drawn != drawn_again
 
 
+def test_a_worker_takes_over_the_list_of_the_server(tmp_path: Path) -> None:
+    """It lists nothing itself, its tests have its own options, and their folders are found, as by what they spawn."""
+    (tmp_path / "test_of_a_list.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('n', range(3))\n"
+        "def test(n, request, tmp_path): assert request.config.getoption('maxfail') == 7 and tmp_path.is_dir()\n"
+    )
+    args = ["-c", os.devnull, "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    workers = Workers(args)
+    workers.install()
+    workers.on = True
+    code = (
+        "import sys, pytest; pytest.Module.collect = None; "
+        f"code = int(pytest.main({[*args, '--maxfail', '7']!r})); print(code, {str(tmp_path)!r} in sys.path)"
+    )
+    line = [sys.executable, "-u", "-c", BOOTSTRAP]
+    try:
+        done = subprocess.run(line, input=f"{code!r}\n", capture_output=True, text=True, timeout=WAIT_S, check=True)
+    finally:
+        workers.close()
+    assert "3 passed" in done.stdout
+    assert done.stdout.splitlines()[-1] == "0 True"
+
+
 def test_what_a_server_is_too_late_for_starts_once(script: Path, tmp_path: Path) -> None:
     """A command starts cold where nobody answers in time; who answers later finds nobody."""
     script.write_text("print('started')")

@@ -48,6 +48,7 @@ class Listed:
 
     def __init__(self) -> None:
         self._session: pytest.Session | None = None
+        self._path = list(sys.path)  # before folders of tests were added
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:
@@ -64,6 +65,7 @@ class Listed:
         if (session := self._session) is None:
             return
         fixtures, made = session._fixturemanager, pytest.Session.from_config
+        folders = [each for each in sys.path if each not in self._path]
 
         def from_config(config: pytest.Config) -> pytest.Session:
             pytest.Session.from_config = made  # type: ignore[method-assign]
@@ -77,6 +79,7 @@ class Listed:
             """In place of `perform_collect`: the tests are known, the new configuration's plugins are told of them."""
             config = session.config
             session._fixturemanager, fixtures.config = fixtures, config
+            sys.path[:0] = [each for each in folders if each not in sys.path]
             for folder in sorted({item.path.parent for item in session.items}):
                 config.pluginmanager._loadconftestmodules(
                     folder, config.getoption("importmode"), config.rootpath,
@@ -95,9 +98,9 @@ def list_tests(args: Sequence[str], path: Sequence[str]) -> list[random.Random]:
     mine, sys.path = sys.path, list(path)
     listed = Listed()
     pytest.main([*args, "-n0"], plugins=[listed])
+    listed.hand_over()
     sys.path = mine
     read_constants()
-    listed.hand_over()
     return []
 
 
