@@ -28,6 +28,7 @@ from pdbus.lab.simulate import simulate
 from pdbus.lab.traces import BLOCK_TOKENS, Trace, TraceRequest, checked
 
 LMETRIC = "pdbus.lab.lmetric:LMetric"
+THRESHOLD = "pdbus.lab.threshold:Threshold"
 SESSIONS = 1_000  # generated: enough for 512 under way
 UNDER_WAY = (64, 128, 256, 512)  # DynoSim's
 WEKA_UNDER_WAY = (8, 32)
@@ -45,6 +46,10 @@ SGLANG = LabConfig(
     link_s_per_token=2.6e-6,
     decode_kv_tokens=1_600_000,  # what their decode rank held: 1.243 requests/s of 355 tokens of 65 ms are 29 of 54,855
 )
+BLIS = LabConfig(
+    ranks=1, decode_ranks=3, decode_kv_tokens=CACHE_TOKENS, decode_cache=True, decode_prefills=True,
+    link_s_per_token=2.6e-6,
+)  # fmt: skip
 DYNAMO = LabConfig(
     load=0.0, decode_kv_tokens=CACHE_TOKENS, unified_kv_tokens=CACHE_TOKENS, slo_ttft_s=2.0, slo_tpot_s=0.025
 )
@@ -63,6 +68,8 @@ WHY = {
     "weka": "which of the few sessions run together decides as much as the method",
     "sglang": "by the default timing 4,500 tokens take 0.5 s, so with the cache all 128 requests decode at once: they "
     "wait less, and get slower tokens, than theirs, which prefill held up at 1.6 requests/s",
+    "blis": "by the default timing one prefill rank has more to do beside three decode ranks than theirs",
+    "blis code": "how far the threshold is above depends on the load, which is not published: 2.3 with 8 under way",
     "vllm": "by the default timing a request costs next to nothing beside its tokens: theirs take 0.4 s at least",
     "lmetric": "LMetric finds 91 % of these prompts cached, so there is less to compute between two tokens",
 }
@@ -131,7 +138,7 @@ class Row:
 
 def anchors() -> list[Anchor]:
     """Return all anchors, in the order of the table."""
-    return [*_dynosim(), *_speed(), *_sglang(), *_lmetric(), *_dynamo(), *_vllm(), *_not_yet()]
+    return [*_dynosim(), *_speed(), *_sglang(), *_lmetric(), *_dynamo(), *_blis(), *_vllm(), *_not_yet()]
 
 
 def _dynosim() -> list[Anchor]:
@@ -194,6 +201,25 @@ def _dynamo() -> list[Anchor]:
     ]
 
 
+def _blis() -> list[Anchor]:
+    source = "llm-d's blog of 2026-06-05 (BLIS, 1P+3D): local or remote prefill"
+    chat, code = (
+        Side(name, "cache_aware", replace(BLIS, concurrency=number, decode_method=THRESHOLD))
+        for name, number in (("chat", 64), ("code", 24))
+    )
+    least = replace(chat, config=replace(chat.config, decode_method="least_cost"))
+    local = replace(code, config=replace(code.config, decode_method="cache_aware", trip="at_decode"))
+    cheaper = replace(code, config=replace(code.config, decode_method="least_cost"))
+    chat_case = "chat (5,000 + 50, 4 turns): mean TTFT, threshold to EDPP (ours: least_cost)"
+    code_case = "code (30,000 + 1,500, 15 turns): mean TTFT"
+    why = WHY["blis code"]
+    return [
+        Anchor("blis", chat_case, (2.0, 3.0), source, "ttft_mean_s", chat, least, WHY["blis"]),
+        Anchor("blis", f"{code_case}, threshold to always local", (20.0,), source, "ttft_mean_s", code, local, why),
+        Anchor("blis", f"{code_case}, least_cost to always local", (), source, "ttft_mean_s", cheaper, local),
+    ]
+
+
 def _vllm() -> list[Anchor]:
     plain = "vLLM #32553: Llama 3.3 70B, 1P1D, 2 clients with 24 conversations; more than 2 without a prefix cache"
     found = []
@@ -211,12 +237,9 @@ def _vllm() -> list[Anchor]:
 
 
 def _not_yet() -> list[Anchor]:
-    blis = "llm-d's blog of 2026-06-05 (BLIS, 1P+3D): local or remote prefill"
     vllm = "vLLM's blog of 2026-10-12 and #32553: 1P1D, Qwen3-32B"
-    local, back = "no prefill at decode ranks yet", "it is not published what a turn adds"
+    back = "it is not published what a turn adds"
     return [
-        Anchor("blis", "chat (5,000 + 50, 4 turns): mean TTFT, threshold to EDPP", (2.0, 3.0), blis, note=local),
-        Anchor("blis", "code (30,000 + 1,500, 15 turns): threshold to always local", (20.0,), blis, note=local),
         Anchor("vllm", "TTFT at 24k without and with bidirectional transfer", (778 / 460,), vllm, note=back),
     ]
 
@@ -282,6 +305,26 @@ def conversations(seed: int, clients: int = 2, each: int = 12, block_tokens: int
     return checked("conversations", made, block_tokens, timed=False)
 
 
+def turns(seed: int, shared: int, new: int, count: int, sessions: int, block_tokens: int = 16) -> Trace:
+    """Return sessions of `count` turns. All begin with `shared` tokens; a turn has some `new` ones, within a quarter,
+    and an answer of 100 to 300."""
+    rng = random.Random(f"turns {seed}")
+    next_id = iter(range(1, 1 << 62)).__next__
+    common = [next_id() for _ in range(shared // block_tokens)]
+    made: list[TraceRequest] = []
+    for session in range(sessions):
+        tokens, blocks = shared, common.copy()
+        after: tuple[int, ...] = ()
+        for _ in range(count):
+            tokens += rng.randint(new * 3 // 4, new * 5 // 4)
+            blocks += [next_id() for _ in range(tokens // block_tokens - len(blocks))]
+            output = rng.randint(100, 300)
+            made.append(TraceRequest(float(len(made)), tokens, output, tuple(blocks), session, after))
+            tokens += output
+            after = (len(made) - 1,)
+    return checked("turns", made, block_tokens, timed=False)
+
+
 def open_loop(seed: int, requests: int = SPEED_REQUESTS) -> Trace:
     """Return the first `requests` requests of a generated trace."""
     trace = generate(requests / 3.0, seed=seed)  # it has more: 3.4 in a second
@@ -292,6 +335,8 @@ _MAKERS: dict[str, Callable[[int], Trace]] = {
     "generated": lambda seed: generate_sessions(SESSIONS, seed=seed),
     "prompts": prompts,
     "conversations": conversations,
+    "chat": lambda seed: turns(seed, 5_000, 50, 4, 600),
+    "code": lambda seed: turns(seed, 30_000, 1_500, 15, 120),
     "open loop": open_loop,
 }
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from bus.errors import ConfigError
 from pdbus.commands import anchors as page
 from pdbus.lab import anchors as lab
-from pdbus.lab.anchors import Anchor, Row, Side, Traces, anchors, conversations, measure, prompts, verdict
+from pdbus.lab.anchors import Anchor, Row, Side, Traces, anchors, conversations, measure, prompts, turns, verdict
 from pdbus.lab.compare import Result, Run, compare
 from pdbus.lab.config import LabConfig
 from pdbus.lab.formats import read_trace
@@ -117,9 +117,9 @@ def test_a_figure_outside_its_band_says_why() -> None:
 
 def test_what_is_not_there_says_so() -> None:
     made = Made()
-    rows = measure([*named("blis"), *named("vllm")[2:], *named("dynamo")], Traces({}), [1], made.run, no_clock)
-    assert [row.agrees for row in rows] == ["not yet"] * 3 + ["no file"] * 2
-    assert [row.note for row in rows[3:]] == ["give --conversation FILE"] * 2
+    rows = measure([*named("vllm")[2:], *named("dynamo")], Traces({}), [1], made.run, no_clock)
+    assert [row.agrees for row in rows] == ["not yet"] + ["no file"] * 2
+    assert [row.note for row in rows[1:]] == ["give --conversation FILE"] * 2
     assert all(row.note and row.ours is None for row in rows)
     assert not made.runs
 
@@ -166,11 +166,24 @@ def test_the_conversations_are_those_of_the_source() -> None:
     assert first
 
 
+def test_turns_go_on_where_the_last_one_ended() -> None:
+    trace = turns(1, 5_000, 50, 4, 10)
+    assert len(trace) == 40
+    assert len({request.hashes[: 5_000 // 16] for request in trace.requests}) == 1
+    for number, request in enumerate(trace.requests):
+        if request.after:
+            before = trace.requests[number - 1]
+            assert request.after == (number - 1,)
+            assert 37 <= request.prompt_tokens - before.prompt_tokens - before.output_tokens <= 62
+            assert request.hashes[: len(before.hashes)] == before.hashes
+
+
 def test_every_side_can_be_run() -> None:
     """Each setting, with few requests."""
     short = {name: generate_sessions(8, seed=1) for name in ("generated", "weka", "conversation")}
     short["prompts"] = prompts(1, requests=6)
     short["conversations"] = conversations(1, each=2)
+    short["chat"] = short["code"] = turns(1, 200, 50, 3, 8)
     for each in anchors():
         for side in (each.over, each.under):
             if side is not None and not each.times:
@@ -214,14 +227,15 @@ def test_lmetric_multiplies_what_is_to_be_computed_with_the_requests() -> None:
 
 def test_json_has_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "run_virtual", lambda runs, jobs, console: Made().run(runs))
-    done = CliRunner().invoke(page.command, ["--only", "sglang", "--only", "blis", "--json", "--seeds", "2"])
+    done = CliRunner().invoke(page.command, ["--only", "sglang", "--only", "vllm", "--json", "--seeds", "2"])
     found = json.loads(done.stdout)
     assert found["seeds"] == [1, 2]
-    assert [row["agrees"] for row in found["anchors"]] == ["no", "no", "no", "not yet", "not yet"]
+    assert [row["agrees"] for row in found["anchors"]] == ["no", "no", "no", "no", "no", "not yet"]
     first, last = found["anchors"][0], found["anchors"][-1]
     assert (first["name"], first["ours"], first["half_width_95"]) == ("sglang", 1.0, 0.0)
     assert first["band"] == [round((1.608 / 1.243) ** 0.5, 6), round((1.608 / 1.243) ** 1.5, 6)]
-    assert (last["theirs"], last["ours"], last["note"]) == ([20.0], None, "no prefill at decode ranks yet")
+    assert (last["theirs"], last["ours"]) == ([round(778 / 460, 6)], None) or last["theirs"] == [778 / 460]
+    assert last["note"] == "it is not published what a turn adds"
 
 
 def test_the_table_and_its_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
