@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from laws import check, of_controller
 
 from controller.requests.request import ROLES
+from nodes.link.reports import REMEMBER_S
 from nodes.link.streams import ATTACH_GRACE_S
 from pdbus.client.request import State
 from simulation.broken import Broken
@@ -348,11 +349,12 @@ def at_rest(world: World) -> None:
 def _history(world: World, asked: Asked, rank: Any) -> None:
     """Of one request at one start of a rank: its attempts rise, none begins that was given up, and its client knows
     what was cached."""
-    newest: dict[int, int] = {}
+    newest: dict[int, tuple[int, float]] = {}  # of each room: the attempt, and until when its rank remembers it
     for record in sorted(rank.core.history.of(asked.rid), key=lambda record: record.taken_at):
-        if record.attempt <= newest.get(record.room, 0):
+        attempt, until = newest.get(record.room, (0, 0.0))
+        if record.attempt <= attempt and record.taken_at < until:
             raise Broken("attempts rise", f"{asked.rid} at {rank.instance}/{rank.dp_rank}: {record}", asked.rid)
-        newest[record.room] = record.attempt
+        newest[record.room] = record.attempt, record.ended_at + REMEMBER_S
         for attempt, when in world.given_up.get((rank.epoch, asked.rid), ()):
             if record.attempt <= attempt and record.taken_at > when + AWAKE_S:
                 why = f"attempt {attempt} was given up at {when}: {record}"
