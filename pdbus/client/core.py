@@ -116,7 +116,7 @@ class ClientCore:
 
     def received(self, peer: str, message: Message, now: float) -> list[Action]:
         """Handle `message` of the controller or node at `peer`. A message that comes too late, or that is for no live
-        request, is ignored."""
+        request, is ignored, but for `Accepted`: what runs for no live request is cancelled."""
         if isinstance(message, Tokens):
             request = self._requests.get(message.rid)
             actions = self._tokens(request, peer, message, now) if request is not None else []
@@ -128,8 +128,8 @@ class ClientCore:
             return []
         key = peer, message.rid
         request = self._by_key.get(key)
-        if request is None:
-            return []
+        if request is None:  # over, and begun again there by a repeated submit, or by a controller that lost its rank
+            return [Send(peer, Cancel(message.rid, message.bootstrap_room))] if isinstance(message, Accepted) else []
         if isinstance(message, Accepted):
             return self._accepted(request, key, message, now)
         if isinstance(message, Failed):

@@ -386,6 +386,16 @@ def test_a_rid_used_again_begins_with_another_attempt_so_that_nothing_of_the_fir
     assert submit_in(d.take(d.core.begin(late, d.now))).attempt == 1
 
 
+def test_what_a_controller_begins_again_after_the_end_is_cancelled() -> None:
+    """A repeated submit may come there after the failure was sent."""
+    d = Driver()
+    d.wait(1.1)
+    d.receive(Failed("r", 1, "engine_failed", "it broke", False))
+    assert d.result is not None
+    assert d.accept() == [Cancel("r", 9)]
+    assert d.receive(Failed("r", 1, "cancelled", "cancelled by the client", False)) == []
+
+
 def test_done_is_not_the_end_of_the_output() -> None:
     """M74: the last tokens are on their way from the rank; if they got lost, they are asked for."""
     d = Driver()
