@@ -19,6 +19,7 @@ from random import Random
 from bus.errors import BusError, ConfigError, RequestFailed
 from bus.wire.messages import Status
 from controller.policies.registry import POLICIES, find
+from nodes.engines import kind_of
 from nodes.own.engines.sim import SIM_VOCAB_SIZE, SPECIALS
 from pdbus.client import AsyncClient, Client
 from pdbus.client.options import Options, block_tokens_for
@@ -72,10 +73,12 @@ def run_live(
         raise ConfigError(f"--live runs what a controller can: {', '.join(POLICIES)}, or module:Class of your own")
     if config.ranks and not config.decode_ranks:
         raise ConfigError("--live needs decode ranks beside prefill ranks")
-    if config.transfers_differ:
-        raise ConfigError("--link-s-per-token, --fetch-by-layer and --decode-cache are for virtual time, not --live")
-    if config.decode_prefills:
-        raise ConfigError("--decode-prefills is for virtual time, not --live: no engine's decode ranks compute prompts")
+    if config.link_s_per_token or config.fetch_by_layer:
+        raise ConfigError("--link-s-per-token and --fetch-by-layer are for virtual time, not --live")
+    if config.decode_cache != config.decode_prefills:
+        raise ConfigError("--live needs --decode-cache and --decode-prefills together: our decode ranks do both")
+    if config.decode_cache and not kind_of(engine.name).our_options:
+        raise ConfigError(f"--decode-cache is for our own engines, not --live --engine {engine.name}")
     if config.trip:
         raise ConfigError("--trip is for virtual time, not --live")
     stretched = stretch(trace, config)
@@ -130,6 +133,7 @@ class _Replay:
         self._before: Status | None = None  # when requests began to count
         # the controller's policy may send a pair to a unified rank
         self._may_be_unified = bool(config.ranks and config.unified_ranks) and method_of(method).prefills_here
+        self._may_be_alone = self._may_be_unified or config.decode_cache
         self._unified_way: Options = {}  # options of a unified request, where pairs are the client's default
         self._came = 0
 
@@ -179,11 +183,13 @@ class _Replay:
             options.update(self._unified_way)
         stream = await self._client.generate_tokens(prompt, **options)
         result = await stream.wait()
-        alone = unified or self._may_be_unified
+        alone = unified or self._may_be_alone
         if result.finish != "length" or result.decode is None or (result.prefill is None and not alone):
             raise BusError(f"a request of the live run failed: {RequestFailed(result.code, result.message)}")
         if result.prefill is not None:
             course.prefill_rank, course.decode_rank = result.prefill.dp_rank, result.decode.dp_rank
+        elif result.decode.instance.startswith("decode"):
+            course.decode_rank = result.decode.dp_rank
         else:
             course.unified_rank = result.decode.dp_rank
         course.first_token_s = course.arrived_s + result.ttft_s
@@ -291,6 +297,7 @@ def spec_of(method: str, config: LabConfig, block_tokens: int, engine: LiveEngin
         engine=engine.name,
         model=engine.model,
         log_level="warning",
+        decode_args=("--decode-cache",) if config.decode_cache else (),
         controller_args=(
             "--cache-weight",
             str(config.cache_weight),

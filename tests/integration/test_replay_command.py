@@ -137,7 +137,7 @@ def test_markdown() -> None:
         (("--ranks", "0"), "--ranks must be at least 1 where there are no --unified-ranks"),
         (("--unified-ranks", "2", "--ranks", "2"), "--unified-ranks go with --ranks and --decode-ranks together"),
         (("--live", "--decode-ranks", "0"), "--live needs decode ranks beside prefill ranks"),
-        (("--live", "--decode-cache"), "--decode-cache are for virtual time, not --live"),
+        (("--live", "--decode-cache"), "needs --decode-cache and --decode-prefills together"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
