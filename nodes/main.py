@@ -33,7 +33,7 @@ _WORK = {
     "decode": "Fetch prompts' KV caches from prefill ranks, decode, and stream tokens to clients.",
     "unified": "Compute prompts and decode on the same rank (no PD split).",
 }
-_OWN = frozenset({"kv_tokens", "block_tokens", "max_context", "max_running", "chunk_tokens", "decode_cache"})
+_OWN = frozenset({"kv_tokens", "block_tokens", "max_context", "max_running", "chunk_tokens"})
 
 log = logs.get_logger("node")
 
@@ -126,6 +126,8 @@ def _check_options(engine: str) -> None:
     given = {name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if kind.needs_model and "model" not in given:
         raise ConfigError(f"--engine {engine} needs a model: --model PATH")
+    if "decode_cache" in given and not kind.our_options:
+        raise ConfigError(f"--decode-cache is for our own engines, not {engine}")
     for name in sorted(given):
         if not kind.our_options and (name in _OWN or name.startswith(("sim_", "fault_"))):
             raise ConfigError(f"--{name.replace('_', '-')} is for our own engines; those of {engine} follow a --")
