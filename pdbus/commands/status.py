@@ -21,6 +21,7 @@ from rich.text import Text
 from bus.endpoints import BusAddress
 from bus.runtime import cli, settings
 from bus.wire.messages import BrokerStatus, RankStatus, Status
+from controller.trips import TRIPS
 from pdbus.client import Client
 from pdbus.commands.common import (
     bus_option,
@@ -143,7 +144,8 @@ def _requests(seen: Status) -> str:
     line = f"requests: {', '.join(numbers)}"
     if slo := slo_of(seen):
         line += f"; first tokens in time: {', '.join(f'{name} {count}' for name, count in slo.items())}"
-    for what, by_name in (("failed", sample.failed), ("refused", sample.refused)):
+    trips = {trip: count for trip in TRIPS if (count := counts.get(f"trip_{trip}"))}
+    for what, by_name in (("failed", sample.failed), ("refused", sample.refused), ("trips", trips)):
         line += f"; {what}: {', '.join(f'{name} {count}' for name, count in by_name.items())}" if by_name else ""
     return line
 
