@@ -39,6 +39,7 @@ TYPED = {
     "pdbus replay --methods total_tokens,quickest.py": HERE,
     "python -m controller --prefill-method cache_aware": HERE,
     "pdbus plan conversation_trace": HERE,
+    "pdbus up --model sim --decode-cache": HERE,
     "pdbus replay --sessions 200": "tests/integration/test_replay_command.py",
     "pdbus replay --unified-ranks 8": "tests/integration/test_replay_command.py",
     "pdbus replay --keep 0.9": "tests/integration/test_replay_command.py",
@@ -246,6 +247,17 @@ def test_the_policies_pages_own_method(place: Path) -> None:
         terminal.type(f"{replay} {SHORT}", ["total_tokens …", "quickest.py:Quickest …"])
         terminal.type(f"{up} 2> up.log & up=$!", ["READY bus=…"])
         terminal.type("pdbus generate hello && echo it went well", ["it went well"])
+        terminal.type("kill $up; wait $up; echo $?", ["130"])
+
+
+def test_the_policies_pages_decode_caches(place: Path) -> None:
+    up = one("docs/policies.md", "pdbus up --model sim --decode-cache")
+    ids = " ".join(str(3 + n) for n in range(64))
+    with Terminal(place, PDBUS_DIR=str(place / "s"), COLUMNS="200") as terminal:
+        terminal.type(f"{up} 2> up.log & up=$!", ["READY bus=…"])
+        for _ in range(2):
+            terminal.type(f"pdbus generate --tokens --max-tokens 2 '{ids}' && echo it went well", ["it went well"])
+        terminal.type("pdbus status", ["requests: 0 live, 0 waiting, 2 done; trips: delta 1, whole 1"])
         terminal.type("kill $up; wait $up; echo $?", ["130"])
 
 

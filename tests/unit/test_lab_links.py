@@ -241,9 +241,15 @@ def test_a_policy_that_knows_caches_finds_those_of_decode_ranks() -> None:
 
 
 def test_transfers_of_this_kind_are_not_live() -> None:
-    for settings in ({"link_s_per_token": 1e-6}, {"fetch_by_layer": True}, {"decode_cache": True}):
+    for settings in ({"link_s_per_token": 1e-6}, {"fetch_by_layer": True}):
         config = replace(LabConfig(), **settings)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="--decode-cache are for virtual time, not --live"):
+        with pytest.raises(ConfigError, match="--fetch-by-layer are for virtual time, not --live"):
             run_live(generate_sessions(2), "cache_aware", config, LiveEngine(), print)
+    alone = replace(LabConfig(), decode_cache=True)
+    with pytest.raises(ConfigError, match="--live needs --decode-cache and --decode-prefills together"):
+        run_live(generate_sessions(2), "cache_aware", alone, LiveEngine(), print)
+    both = replace(alone, decode_prefills=True)
+    with pytest.raises(ConfigError, match="--decode-cache is for our own engines, not --live --engine vllm"):
+        run_live(generate_sessions(2), "cache_aware", both, LiveEngine("vllm", "m"), print)
     with pytest.raises(ConfigError, match="--link-s-per-token must not be negative"):
         LabConfig(link_s_per_token=-1e-9)

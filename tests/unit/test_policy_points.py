@@ -404,13 +404,13 @@ def test_the_next_turn_is_computed_from_what_decode_keeps(mine: Any) -> None:
     assert second.first_token_s - second.arrived_s == pytest.approx(computed_s, rel=1e-12)
 
 
-def test_decode_ranks_that_compute_prompts_count_what_waits_and_others_what_they_hold() -> None:
+def test_decode_ranks_that_compute_prompts_count_what_waits_and_a_part_of_what_they_hold_others_all() -> None:
     for able in (True, False):
         config = replace(PAIR, decode_prefills=able)
         chooser = TableChooser(make_policy("cache_aware"), "decode", 1, 0, config, 16)
         chooser.report(0, Load(seq=1, step=1, running=1, waiting=0, waiting_tokens=5, kv_tokens=90, kv_capacity=0,
                                max_running=0), 0.0)  # fmt: skip
-        assert [rank.tokens for rank in chooser.table.group("decode").members if rank] == [5 if able else 95]
+        assert [rank.tokens for rank in chooser.table.group("decode").members if rank] == [7 if able else 95]
 
 
 def test_a_chunk_in_a_decode_batch_makes_the_step_of_all_longer(mine: Any) -> None:
