@@ -94,7 +94,7 @@ class RankLoad:
         self.load_from_engine = False  # it was not published by the rank, but read from its engine
         self.interval_s = 0.0  # it declares to report at least this often; 0: it has not said
         self.counts_queue_only = info.role == "prefill"  # its KV tokens cost no time
-        self.held_tokens = 0  # of a unified rank whose estimate leaves them out: its credit counts them
+        self.held_tokens = 0  # that the estimate of a unified or decode rank leaves out: its credit counts them
         self.base_requests = 0
         self.base_tokens = 0
         # what I sent in this epoch, what the report says was ingested, and what is outstanding (not ended)

@@ -41,8 +41,8 @@ class Policy(Protocol):
     to `stored`, `removed` and `forgotten`."""
 
     counts_queue_only: bool = False
-    """For unified ranks: `tokens` of a rank are the prompt tokens that wait, as at prefill ranks, without those that it
-    holds for requests that decode."""
+    """For unified ranks, and decode ranks that compute prompts: `tokens` of a rank are the prompt tokens that wait, as
+    at prefill ranks, without those that it holds for requests that decode (of a decode rank a small part counts)."""
 
     prefixes: PrefixIndex | None = None
     """What it knows of caches, where it keeps an index (`pdbus_controller_prefix_blocks` counts the entries)."""

@@ -62,7 +62,7 @@ def test_a_prompt_that_is_all_there_fetches_its_last_block(world: World, pair: t
     blocks = moved(world)
     start(pair, "again", prompt, bootstrap_room=6)
     world.run(1.0)
-    assert blocks == [2], "prefill has computed its last token anew, too"
+    assert blocks == [2], "the prefill rank computes the last token again too"
     assert pair[1].tokens["again"] == pair[1].tokens["one"] == sim_generate(prompt, 6, VOCAB)
 
 

@@ -38,7 +38,7 @@ ONE = LabConfig(
 """Each step takes a second, a KV token a quarter of one on a link."""
 FIRST = TraceRequest(0.0, 40, 24, (1, 2), 0)
 LATER = TraceRequest(0.0, 100, 2, (1, 2, 3, 4, 5, 6), 0, (0,), 1.0)
-"""Of its 100 tokens decode has 48 then, prefill 32."""
+"""When it comes, the decode rank has 48 of its 100 tokens, and the prefill rank has 32."""
 HEAD = "from controller.policies.methods import CacheAware\n\n\nclass Mine(CacheAware):\n"
 
 
