@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from bus.actions import Note
 from bus.wire.codes import Code
 from bus.wire.messages import Bye, Hello, MemberKey, Ping, Pong, RankState, Refused, Welcome
+from bus.wire.starts import is_later
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
@@ -127,7 +128,7 @@ class Members:
         self._let_go(load)
         self._fenced.setdefault(load.key, deque(maxlen=FENCED_EPOCHS)).append(load.epoch)
         known = self.peers.pop(earlier.peer, None) is not None and earlier.peer != peer
-        if known and not _is_later(load.info, hello):
+        if known and not is_later(load.info, hello):
             out.append(ToNode(earlier.peer, _fence(hello)))
 
     def _reconnected(self, rank: Rank, hello: Hello) -> None:
@@ -281,7 +282,7 @@ class Members:
         """Suspect the other ranks of the process that had `rank`, because a later start of `rank` said hello: that
         process is gone or leaves. Their own later starts may say hello at any moment."""
         for other in list(self._table.ranks.values()):
-            if other is not rank and other.info.endpoint == rank.info.endpoint and _is_later(hello, other.info):
+            if other is not rank and other.info.endpoint == rank.info.endpoint and is_later(hello, other.info):
                 self.unreachable(self.ranks[other].peer, now, out)
 
     def _silent_siblings(self, changes: list[Change], now: float) -> list[Change]:
@@ -368,10 +369,10 @@ class Members:
         taken for the earlier.
         """
         rank = self._table.ranks.get(key)
-        if rank is None or rank.epoch == hello.epoch or _is_later(hello, rank.info):
+        if rank is None or rank.epoch == hello.epoch or is_later(hello, rank.info):
             return None
         replaced = hello.epoch in self._fenced.get(key, ())
-        kept = _is_later(rank.info, hello) and self.state(rank) not in DEAD
+        kept = is_later(rank.info, hello) and self.state(rank) not in DEAD
         return rank.info if replaced or kept else None
 
     def _others(self, key: MemberKey, hello: Hello) -> list[Kind]:
@@ -396,12 +397,6 @@ class Members:
             del kinds[kind]
             if not kinds:
                 del self._kinds[rank.info.instance]
-
-
-def _is_later(one: Hello, other: Hello) -> bool:
-    """Return true if `one` is known to have begun after `other`."""
-    known = one.started_us and other.started_us
-    return bool(known and (one.started_us, one.epoch) > (other.started_us, other.epoch))
 
 
 def _fence(later: Hello) -> Refused:

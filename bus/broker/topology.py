@@ -1,9 +1,10 @@
 """The members of the bus, as the broker knows them: instances (deployments of one model), their ranks, and of each rank
 its epochs and its lease. Pure; it knows no rooms or sockets.
 
-An epoch is a random number that names one start of a rank, so the newest epoch is the one that was seen last. Earlier
-epochs are remembered for a while, so that a delayed message of an earlier start does not bring it back. A lease is the
-time for which a rank that publishes nothing counts as alive.
+An epoch is a random number that names one start of a rank. Of two starts the later has the rank's place, by the rule of
+controllers: where both say when they began, the one that began later, while it lives; else the one that was heard of
+last. The others are remembered for a while, so that a message of theirs does not bring them back. A lease is the time
+for which a rank that publishes nothing counts as alive.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from bus.broker.rooms import Owner
 from bus.defaults import SILENT_INTERVALS, bounded_interval_s
 from bus.wire.messages import InstanceInfo, Member, MemberInfo, MemberKey, Role
+from bus.wire.starts import is_later
 
 FORGET_S = 60.0  # a rank that is gone, or silent for this long past its lease, leaves the table
 MAX_INSTANCES = 1024
@@ -59,6 +61,11 @@ class KnownRank:
         """Return true if nothing was published by the rank for longer than its lease."""
         return now - self.last_seen_at > self.lease_s
 
+    def keeps_place(self, member: Member, now: float) -> bool:
+        """Return true if this start lives, and began after the one that `member` is of."""
+        lives = not self.is_gone() and not self.is_silent(now)
+        return lives and self.member is not None and is_later(self.member, member)
+
     def is_ready(self, now: float) -> bool:
         """Return true if the rank takes requests: its last stated state is `ready`, and it is not silent."""
         return self.member is not None and self.member.state == "ready" and not self.is_silent(now)
@@ -98,7 +105,7 @@ class Membership:
 
     def seen(self, name: str, dp_rank: int, epoch: int, now: float) -> KnownRank | None:
         """Record that a rank published something and return its record, made if it is new. A new epoch resets the
-        record. None if the epoch is an earlier one or the table is full; this is counted."""
+        record. None if another start has the rank's place or the table is full; this is counted."""
         instance = self._instances.get(name)
         rank = instance.ranks.get(dp_rank) if instance else None
         if rank is None:
@@ -146,6 +153,7 @@ class Membership:
         if reason := self.refusal(member, now):
             self.counts[reason] += 1
             return None
+        self._order(member, now)
         rank = self.seen(member.instance, member.dp_rank, member.epoch, now)
         if rank is None:
             return None
@@ -159,6 +167,17 @@ class Membership:
                     other.member = None  # of the earlier deployment
         instance.shape = shape
         return rank
+
+    def _order(self, member: Member, now: float) -> None:
+        """Decide, before a member of another start than the present one is recorded, which of the two has the place."""
+        rank = self.get((member.instance, member.dp_rank))
+        if rank is None or rank.epoch == member.epoch:
+            return
+        if member.epoch not in rank.retired:
+            if rank.keeps_place(member, now):
+                rank.retired.append(member.epoch)
+        elif rank.member is not None and is_later(member, rank.member):
+            rank.retired.remove(member.epoch)
 
     def forget(self, now: float) -> list[KnownRank]:
         """Remove the ranks that have been silent for FORGET_S beyond their lease, and return them. The caller retires

@@ -78,10 +78,12 @@ class PublisherCore:
         state: NodeState = "starting",
         follow_bootstrap_room: bool = False,
         on_conflict: Callable[[Conflict], None] | None = None,
+        started_us: int = 0,
     ) -> None:
         self.instance = instance
         self.dp_rank = dp_rank
         self.epoch = epoch
+        self.started_us = started_us
         self.role: Role = role
         self.model = model
         self.dp_size = dp_size
@@ -318,7 +320,7 @@ class PublisherCore:
         member = Member(
             self.instance, self.dp_rank, self.epoch, self._seqs["member"], self._take_load(now), self.role, self.model,
             self.dp_size, self.state, self.endpoint, self.follow_bootstrap_room, self._seqs["rooms"],
-            self._promised_s,
+            self._promised_s, self.started_us,
         )  # fmt: skip
         return Publish(member)
 

@@ -232,6 +232,7 @@ class Member(_NamedAt, frozen=True, tag="member"):
     follow_bootstrap_room: bool
     rooms_seq: Count
     interval_s: Seconds
+    started_us: Count = 0  # as in the rank's `hello`
 
 
 class SentTo(_Named, frozen=True):

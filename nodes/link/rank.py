@@ -134,6 +134,7 @@ class LinkedRank:
             room_ttl_s=config.room_ttl_s,
             state="ready",
             on_conflict=self._conflict,
+            started_us=self.started_us,
         )
         self._host = host
         self._reported_at = float("-inf")

@@ -358,7 +358,7 @@ def _history(world: World, asked: Asked, rank: Any) -> None:
             raise Broken("attempts rise", f"{asked.rid} at {rank.instance}/{rank.dp_rank}: {record}", asked.rid)
         newest[record.room] = record.attempt, record.ended_at + REMEMBER_S
         for attempt, when in world.given_up.get((rank.epoch, asked.rid), ()):
-            if record.attempt <= attempt and record.taken_at > when + AWAKE_S:
+            if record.attempt <= attempt and when + AWAKE_S < record.taken_at < when + REMEMBER_S:
                 why = f"attempt {attempt} was given up at {when}: {record}"
                 raise Broken("what is given up does not begin", f"{asked.rid}: {why}", asked.rid)
         result = asked.result

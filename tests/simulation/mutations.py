@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation("restart-is-not-seen", "what ran at a start that another has replaced is waited for",
              "controller.members:Members.hello", "losses.append(Loss(earlier, f\"rank {key[0]}/{key[1]} was restarted\"))", "pass", seed=3812),
     Mutation("twice-at-once", "two starts of a rank both serve",
-             "controller.members:Members._replace", "if known and not _is_later(load.info, hello):", "if False:", seed=61, how="tight"),
+             "controller.members:Members._replace", "if known and not is_later(load.info, hello):", "if False:", seed=61, how="tight"),
     Mutation("tries-not-counted", "cancelled or fenced by what became of tries that its client did not make",
              "controller.requests.table:RequestTable.add", "if not same or submit.attempt > submitted:", "if not same:", seed=163, how="crowded"),
     Mutation("late-cancels", "the cancel of a request that was given up ends another client's",

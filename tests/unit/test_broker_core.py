@@ -134,6 +134,43 @@ def test_a_restarted_ranks_rooms_vanish_and_may_be_claimed_again() -> None:
     assert ask(core, b"d", (7, 9), 1.2).found[0].at == other.location
 
 
+def test_of_two_starts_that_live_the_later_begun_keeps_its_rooms_in_whichever_order_they_are_heard() -> None:
+    """M19: by `started_us`, as controllers decide. A clock that was set back makes the second start the earlier one."""
+    core, later, earlier = broker(), Rank(epoch=1), Rank(epoch=2)
+    core.handle(later.member(started_us=20), 0.0)
+    core.handle(later.rooms(7), 0.0)
+    core.handle(earlier.member(started_us=10), 0.1)
+    core.handle(earlier.rooms(8), 0.1)
+    core.handle(earlier.member(started_us=10, state="gone"), 0.2)
+    assert [found.at for found in ask(core, b"d", (7, 8), 0.2).found] == [later.location]
+    assert core.tally()["rooms_ignored"] == 1
+
+    core = broker()
+    core.handle(earlier.rooms(8), 0.0)  # its member was lost
+    core.handle(later.member(started_us=20), 0.1)
+    core.handle(earlier.member(started_us=10), 0.1)
+    core.handle(later.member(started_us=20), 0.2)
+    core.handle(later.rooms(7), 0.2)
+    assert [found.at for found in ask(core, b"d", (7, 8), 0.3).found] == [later.location]
+
+    core = broker()
+    core.handle(earlier.rooms(8), 0.0)
+    core.handle(later.rooms(7), 0.0)  # both members were lost: the one that was heard of last
+    core.handle(earlier.member(started_us=10), 0.1)
+    core.handle(later.member(started_us=20), 0.2)
+    assert [found.at for found in ask(core, b"d", (7, 8), 0.3).found] == [later.location]
+
+
+def test_a_start_that_began_earlier_has_the_place_of_one_that_is_dead() -> None:
+    """A dead start may be of a machine whose clock was ahead."""
+    for lives in (False, True):
+        core, dead, alive = broker(), Rank(epoch=1), Rank(epoch=2)
+        core.handle(dead.member(started_us=20, state="ready" if lives else "gone"), 0.0)
+        core.handle(alive.member(started_us=10), 100.0 if lives else 0.1)
+        core.handle(alive.rooms(7), 100.0)
+        assert ask(core, b"d", (7,), 100.0).found[0].at == alive.location
+
+
 def test_a_rank_silent_past_its_lease_gives_way_and_one_that_left_owns_nothing() -> None:
     """M20."""
     core, silent, other = broker(), Rank(0), Rank(1)
