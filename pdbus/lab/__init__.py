@@ -9,7 +9,8 @@ from pdbus.lab.config import LabConfig
 from pdbus.lab.formats import read_trace
 from pdbus.lab.generator import generate
 from pdbus.lab.metrics import Summary, summarise
-from pdbus.lab.simulate import Outcome, simulate
+from pdbus.lab.outcome import Outcome
+from pdbus.lab.simulate import simulate
 from pdbus.lab.traces import Trace, TraceRequest
 
 __all__ = [

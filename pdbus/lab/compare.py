@@ -18,7 +18,8 @@ from typing import Any
 from bus.errors import BusError
 from pdbus.lab.config import LabConfig
 from pdbus.lab.metrics import Summary, summarise, ttfts
-from pdbus.lab.simulate import Outcome, simulate
+from pdbus.lab.outcome import Outcome
+from pdbus.lab.simulate import simulate
 from pdbus.lab.traces import Trace
 
 

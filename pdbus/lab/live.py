@@ -27,7 +27,8 @@ from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
 from pdbus.lab.choosers import method_of
 from pdbus.lab.config import LabConfig
-from pdbus.lab.simulate import Outcome, RequestOutcome, rooms_of, unified_of
+from pdbus.lab.outcome import Outcome, RequestOutcome
+from pdbus.lab.simulate import rooms_of, unified_of
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher import Cluster, ClusterSpec
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdbus.lab.config import LabConfig
-from pdbus.lab.simulate import Outcome
+from pdbus.lab.outcome import Outcome
 
 # for 1, 2, ... degrees of freedom
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)

@@ -14,7 +14,7 @@ import random
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from bus.errors import ConfigError
@@ -22,7 +22,6 @@ from bus.wire.messages import Ended, Role, Sent, Submit
 from controller.costs import Costs
 from controller.policies.registry import find
 from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder
-from controller.trips import Trip
 from nodes.own.sequence import Sequence
 from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.capacity import stretch
@@ -30,77 +29,16 @@ from pdbus.lab.choosers import LATE, METHODS, build_chooser, check_method, metho
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.links import Links
+from pdbus.lab.outcome import Outcome, RequestOutcome
 from pdbus.lab.pool import packed
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.reports import Listener, Reports
-from pdbus.lab.traces import Trace, TraceRequest
+from pdbus.lab.traces import Trace
+from pdbus.lab.truth import TrueState
 
 RESTATE_S = 1.0
 TICK_S = 0.05  # of a controller
 SHARE_STEP = 0.02
-
-
-@dataclass(slots=True)
-class RequestOutcome:
-    """The outcome of one request. Times are in seconds of the run, NaN until they are known; ranks are -1 until then,
-    and where they take no part. `regret_tokens`: see `pdbus.lab.metrics`; None: not measured."""
-
-    request: TraceRequest
-    prefill_rank: int = -1
-    decode_rank: int = -1
-    first_token_s: float = float("nan")  # at the client
-    finished_s: float = float("nan")
-    cached_tokens: int = 0
-    regret_tokens: int | None = None
-    arrived_s: float = float("nan")  # of a later turn of a session: as its session came to it
-    unified_rank: int = -1
-    moved_tokens: int = 0  # prompt tokens whose KV cache the decode rank fetched
-    prefilled_s: float = float("nan")  # at the prefill rank
-    fetched_s: float = float("nan")  # at the decode rank
-    read_tokens: int = 0  # prompt tokens whose KV cache the prefill rank read from the decode rank
-
-    @property
-    def trip(self) -> Trip | None:
-        """The trip of a pair, by what moved; None for other requests, and where nothing was to decode."""
-        if self.decode_rank < 0:
-            return None
-        if self.prefill_rank < 0:
-            return "at_decode"
-        if self.read_tokens:
-            return "read_back"
-        if not self.moved_tokens:
-            return None
-        return "delta" if self.moved_tokens < self.request.prompt_tokens else "whole"
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The outcome of a run: all requests, and samples of the true load of each prefill rank and then of each unified
-    one (`load[sample][rank]`, queued tokens)."""
-
-    method: str  # the method for prefill and unified ranks
-    courses: list[RequestOutcome]  # the outcome of each request that counts
-    sample_s: float  # between samples
-    load: list[array[int]] = field(default_factory=list)  # since the warm-up
-    decode_load: list[array[int]] = field(default_factory=list)  # the same for decode ranks, in requests
-    began_s: float = 0.0  # when requests began to count
-    until_s: float = 0.0  # when they ceased to: the end of the window (see `pdbus.lab.arrivals`), or of the run
-    ended_s: float = 0.0  # when the last request that counts ended
-    prefill_busy: float = 0.0  # share of the time that prefill ranks computed
-    decode_busy: float = 0.0  # share of the time that decode ranks computed
-    unified_busy: float = 0.0  # share of the time that unified ranks computed
-    cache_hit_rate: float | None = None  # set where the requests have no cached tokens of their own
-
-    def count(self, courses: Seq[RequestOutcome], arrivals: Arrivals, ended_s: float) -> None:
-        """Set the requests that count, of all `courses` of the trace, and the times of a run that ended at `ended_s`.
-        Raises ConfigError where none counts."""
-        self.courses = [courses[place] for place in sorted(arrivals.counted)]
-        self.began_s, self.until_s, self.ended_s = arrivals.began_s, arrivals.until_s(ended_s), ended_s
-        if not self.courses:
-            raise ConfigError(
-                f"no request came after the warm-up ({self.began_s:g} s) and before the figures ended "
-                f"({self.until_s:g} s): warm up for less, or give more sessions"
-            )
 
 
 def simulate(
@@ -186,40 +124,6 @@ class _Line:
     wake_s: float = math.inf  # when the controller tries it again
 
 
-class _Truth:
-    """The true state of one role's ranks, with the requests on their way to them."""
-
-    def __init__(self, ranks: list[VirtualRank]) -> None:
-        self.ranks = ranks
-        self.travelling = [0] * len(ranks)
-        self.travelling_tokens = [0] * len(ranks)
-
-    def queued_tokens(self, dp_rank: int) -> int:
-        return self.ranks[dp_rank].scheduler.waiting_tokens + self.travelling_tokens[dp_rank]
-
-    def queues(self) -> list[int]:
-        """Return the queued tokens of all ranks."""
-        return [
-            rank.scheduler.waiting_tokens + on_way
-            for rank, on_way in zip(self.ranks, self.travelling_tokens, strict=True)
-        ]
-
-    def requests(self, dp_rank: int) -> int:
-        scheduler = self.ranks[dp_rank].scheduler
-        return scheduler.running + scheduler.waiting + self.travelling[dp_rank]
-
-    def cached_tokens(self, dp_rank: int, hashes: Seq[int]) -> int:
-        return self.ranks[dp_rank].pool.cached_tokens(hashes)
-
-    def depart(self, dp_rank: int, tokens: int) -> None:
-        self.travelling[dp_rank] += 1
-        self.travelling_tokens[dp_rank] += tokens
-
-    def arrive(self, dp_rank: int, tokens: int) -> None:
-        self.travelling[dp_rank] -= 1
-        self.travelling_tokens[dp_rank] -= tokens
-
-
 class _Run:
     def __init__(self, trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None]) -> None:
         self.trace, self.method, self.config = trace, method, config
@@ -252,16 +156,16 @@ class _Run:
         self.decode_hashes = self.kept_hashes if config.decode_cache else [array("Q")] * len(self.courses)
         self.links = Links(self.loop, config.link_s_per_token) if config.link_s_per_token else None
         size = trace.block_tokens
-        self.prefill = _Truth(
+        self.prefill = TrueState(
             [self._rank("prefill", n, config.blocks(size), config.prefill_running) for n in range(config.ranks)]
         )
-        self.decode = _Truth(
+        self.decode = TrueState(
             [
                 self._rank("decode", n, config.decode_kv_tokens // size, config.decode_running)
                 for n in range(config.decode_ranks)
             ]
         )
-        self.unified = _Truth(
+        self.unified = TrueState(
             [
                 self._rank("unified", n, config.unified_kv_tokens // size, config.unified_running)
                 for n in range(config.unified_ranks)
@@ -592,7 +496,7 @@ class _Run:
         """Return the hashes of the prompt's blocks that need not be computed where they are cached."""
         return self.hashes[number][: (self.courses[number].request.prompt_tokens - 1) // self.trace.block_tokens]
 
-    def _regret(self, truth: _Truth, chosen: int, number: int) -> int:
+    def _regret(self, truth: TrueState, chosen: int, number: int) -> int:
         """Return the tokens that the chosen rank must compute before this request's first token, minus those at the
         best rank of its role."""
         hashes = self._reusable(number)
@@ -605,7 +509,7 @@ class _Run:
 
     # --- reports ----------------------------------------------------------------------------------------------
 
-    def _listeners(self, role: Role, method: str, truth: _Truth) -> list[Listener]:
+    def _listeners(self, role: Role, method: str, truth: TrueState) -> list[Listener]:
         """Return a listener for each controller: its chooser, and the reports of the ranks."""
         config, kind = self.config, method_of(method)
         if not truth.ranks:

@@ -16,10 +16,11 @@ from pdbus.lab.config import LabConfig
 from pdbus.lab.links import Links
 from pdbus.lab.live import LiveEngine, run_live
 from pdbus.lab.metrics import summarise
+from pdbus.lab.outcome import RequestOutcome
 from pdbus.lab.pool import RunPool
 from pdbus.lab.scheduler import LabScheduler
 from pdbus.lab.sessions import generate_sessions
-from pdbus.lab.simulate import RequestOutcome, simulate
+from pdbus.lab.simulate import simulate
 from pdbus.lab.traces import Trace, TraceRequest
 
 PREFILL = [("prefill", n) for n in range(4)]

@@ -13,7 +13,8 @@ import pytest
 from bus.wire.hashing import block_hashes
 from pdbus.lab.config import LabConfig
 from pdbus.lab.live import LiveEngine, _Replay, make_prompt, sampling, spec_of, virtual_twin
-from pdbus.lab.simulate import RequestOutcome, rooms_of, simulate
+from pdbus.lab.outcome import RequestOutcome
+from pdbus.lab.simulate import rooms_of, simulate
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher.spec import Addresses
 

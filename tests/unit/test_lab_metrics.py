@@ -13,7 +13,7 @@ from nodes.own.engines.timing import SimTiming
 from pdbus.lab.capacity import offered_load, stretch
 from pdbus.lab.config import LabConfig
 from pdbus.lab.metrics import quantile, summarise
-from pdbus.lab.simulate import Outcome, RequestOutcome
+from pdbus.lab.outcome import Outcome, RequestOutcome
 from pdbus.lab.traces import Trace, TraceRequest
 
 

@@ -14,7 +14,8 @@ from nodes.own.engines.timing import SimTiming
 from pdbus.lab.choosers import METHODS
 from pdbus.lab.config import LabConfig
 from pdbus.lab.metrics import summarise
-from pdbus.lab.simulate import Outcome, simulate, unified_of
+from pdbus.lab.outcome import Outcome
+from pdbus.lab.simulate import simulate, unified_of
 from pdbus.lab.traces import Trace, TraceRequest
 
 TIMING = SimTiming(base_s=1.0, per_prefill_token_s=0.25, per_decode_row_s=0.125, per_context_token_s=1 / 1024)

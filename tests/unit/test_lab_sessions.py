@@ -20,8 +20,9 @@ from nodes.own.engines.timing import SimTiming
 from pdbus.lab.config import LabConfig
 from pdbus.lab.formats import read_trace
 from pdbus.lab.metrics import summarise
+from pdbus.lab.outcome import RequestOutcome
 from pdbus.lab.sessions import Draw, SessionShape, generate_sessions
-from pdbus.lab.simulate import RequestOutcome, simulate
+from pdbus.lab.simulate import simulate
 from pdbus.lab.traces import Trace, TraceRequest, checked
 
 ONE_RANK = LabConfig(

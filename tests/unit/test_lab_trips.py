@@ -23,11 +23,12 @@ from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.live import LiveEngine, run_live
 from pdbus.lab.metrics import summarise
+from pdbus.lab.outcome import Outcome, RequestOutcome
 from pdbus.lab.pool import RunPool
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.scheduler import LabScheduler
 from pdbus.lab.sessions import generate_sessions
-from pdbus.lab.simulate import Outcome, RequestOutcome, simulate
+from pdbus.lab.simulate import simulate
 from pdbus.lab.traces import Trace, TraceRequest
 
 HOP_S = 1 / 64
