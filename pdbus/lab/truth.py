@@ -3,6 +3,7 @@ oracles. It decides nothing."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 
 from pdbus.lab.rank import VirtualRank
@@ -15,6 +16,7 @@ class TrueState:
         self.ranks = ranks
         self.travelling = [0] * len(ranks)
         self.travelling_tokens = [0] * len(ranks)
+        self._busy_before_us = 0
 
     def queued_tokens(self, dp_rank: int) -> int:
         return self.ranks[dp_rank].scheduler.waiting_tokens + self.travelling_tokens[dp_rank]
@@ -34,9 +36,34 @@ class TrueState:
         return self.ranks[dp_rank].pool.cached_tokens(hashes)
 
     def depart(self, dp_rank: int, tokens: int) -> None:
+        """Note that a request of so many prompt tokens is on its way to a rank."""
         self.travelling[dp_rank] += 1
         self.travelling_tokens[dp_rank] += tokens
 
     def arrive(self, dp_rank: int, tokens: int) -> None:
+        """Note that it has come."""
         self.travelling[dp_rank] -= 1
         self.travelling_tokens[dp_rank] -= tokens
+
+    def regret(self, chosen: int, hashes: array[int]) -> int:
+        """Return the tokens that the chosen rank must compute before a request's first token, minus those at the best
+        rank. `hashes` are those of the prompt's blocks that may come from a cache."""
+        queued, whole = self.queues(), len(hashes) * self.ranks[chosen].pool.block_tokens
+        cost = least = queued[chosen] - self.cached_tokens(chosen, hashes)
+        for rank, tokens in enumerate(queued):
+            if tokens - whole < least:  # otherwise no cache makes it the best
+                least = min(least, tokens - self.cached_tokens(rank, hashes))
+        return cost - least
+
+    def begin_to_count(self) -> None:
+        """Leave what the ranks did so far out of `busy`."""
+        self._busy_before_us = self._busy_us()
+
+    def busy(self, elapsed_s: float) -> float:
+        """Return the share of the time since `begin_to_count`, `elapsed_s` ago, that the ranks computed; at most 1,
+        since a step counts wholly on one side of an edge."""
+        busy_s = (self._busy_us() - self._busy_before_us) / 1e6
+        return min(1.0, busy_s / (len(self.ranks) * elapsed_s)) if self.ranks and elapsed_s else 0.0
+
+    def _busy_us(self) -> int:
+        return sum(rank.scheduler.busy_us_total for rank in self.ranks)
