@@ -74,10 +74,8 @@ class Links:
             except OSError:
                 writer.transport.abort()
                 return
-            both = {writer, far_writer}
-            self._writers[ends] |= both
-            pumps = (self._pump(ends, reader, far_writer), self._pump(ends, far_reader, writer))
-            for pump in pumps:
+            self._writers[ends] |= {writer, far_writer}
+            for pump in (self._pump(ends, reader, far_writer), self._pump(ends, far_reader, writer)):
                 task = self._loop.create_task(pump)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -98,11 +96,14 @@ class Links:
             writer.close()
 
     async def _end(self) -> None:
+        for listening in (each for server in self._servers for each in server.sockets):
+            self._loop.remove_reader(listening)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # what was accepted gets where it is closed
+            for pump in self._tasks:
+                pump.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         for server in self._servers:
             server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         for writers in self._writers.values():
             for writer in list(writers):
                 writer.transport.abort()
