@@ -124,6 +124,7 @@ class ThreadedRunner:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._admitted_tokens = 0
+        self._computed_tokens = 0
         self._output_tokens = 0
         self._outputs = 0  # used in place of the step count where the scheduler reports none
 
@@ -164,7 +165,7 @@ class ThreadedRunner:
             cached_tokens_total=self._cached_tokens,
             output_tokens_total=self._output_tokens,
             admitted_tokens_total=self._admitted_tokens,
-            computed_tokens_total=max(0, self._admitted_tokens - self._cached_tokens),
+            computed_tokens_total=self._computed_tokens,
         )
 
     def turn(self, now: float) -> None:
@@ -203,6 +204,8 @@ class ThreadedRunner:
                 self._legs.begun.add(event.leg)
                 self._cached_tokens += event.cached_tokens
                 self._admitted_tokens += event.leg.prompt_tokens
+                if event.leg.role != "decode":  # whose prompt is fetched
+                    self._computed_tokens += event.leg.prompt_tokens - event.cached_tokens
             self._legs.note(event)
             self._settle()
             self._emit(event)
