@@ -154,7 +154,8 @@ test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes;
 	@echo "==> pytest tests/real_vllm"
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
 		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
-			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_defaults.py tests/real_vllm/test_vllm_streams.py \
+			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_pulls.py \
+			tests/real_vllm/test_vllm_defaults.py tests/real_vllm/test_vllm_streams.py \
 			tests/real_vllm/test_vllm_live.py tests/real_vllm/test_vllm_params.py
 
 FRONT = vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \

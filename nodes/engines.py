@@ -78,6 +78,7 @@ class EngineKind:
     - `max_running`, `chunk_tokens`: the defaults of these options.
     - `our_options`: true if it takes the options of our own engines (`--kv-tokens`, `--sim-...`); if false, they are
       refused.
+    - `decode_cache`: true if its decode ranks can keep KV caches (`--decode-cache`).
     - `takes_arguments`: true if it gets the arguments after `--`; if false, they are refused.
     - `needs_model`: true if `--model` must be given.
     - `first_at_decode`: true if its decode ranks compute the first token themselves; if false, they pass on the one
@@ -91,6 +92,7 @@ class EngineKind:
     max_running: int = 64
     chunk_tokens: int = 512
     our_options: bool = False
+    decode_cache: bool = False
     takes_arguments: bool = False
     needs_model: bool = False
     first_at_decode: bool = False

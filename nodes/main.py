@@ -126,8 +126,8 @@ def _check_options(engine: str) -> None:
     given = {name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if kind.needs_model and "model" not in given:
         raise ConfigError(f"--engine {engine} needs a model: --model PATH")
-    if "decode_cache" in given and not kind.our_options:
-        raise ConfigError(f"--decode-cache is for our own engines, not {engine}")
+    if "decode_cache" in given and not kind.decode_cache:
+        raise ConfigError(f"--decode-cache is not for the engine {engine}, whose decode ranks keep no KV caches")
     for name in sorted(given):
         if not kind.our_options and (name in _OWN or name.startswith(("sim_", "fault_"))):
             raise ConfigError(f"--{name.replace('_', '-')} is for our own engines; those of {engine} follow a --")

@@ -87,6 +87,7 @@ def _kind(name: str, max_running: int, chunk_tokens: int, demo: Demo | None) -> 
         max_running=max_running,
         chunk_tokens=chunk_tokens,
         our_options=True,
+        decode_cache=True,
         demo=demo,
     )
 

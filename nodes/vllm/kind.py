@@ -53,6 +53,7 @@ VLLM = EngineKind(
     settings=settings,
     opened=opened,
     prepare=prepare,
+    decode_cache=True,
     takes_arguments=True,
     needs_model=True,
     first_at_decode=True,

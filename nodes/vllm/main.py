@@ -61,7 +61,7 @@ def _opened(
     config: NodeConfig, model: str, arguments: Sequence[str], loop: Loop
 ) -> Iterator[tuple[list[VllmRunner], versions.Facts]]:
     with Sockets() as sockets:
-        wanted = len(config.dp_ranks) if config.role != "decode" else 0
+        wanted = len(config.dp_ranks) if config.role != "decode" or config.decode_cache else 0
         events_port, streams = event_sockets(sockets, wanted)
         with _engine(config, model, arguments, loop, _choices(config, events_port), streams) as found:
             yield found
@@ -112,6 +112,8 @@ def _engine(
             engine = stack.enter_context(thread)
         keep_to(cores, reaper.processes())
         facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
+        if facts.decode_cache:
+            versions.tell_local_hits(engine.client)
         log_loaded(facts)
         for index, dp_rank in enumerate(config.dp_ranks):
             runner = VllmRunner(
@@ -158,6 +160,7 @@ def rank_facts(facts: versions.Facts, lease_s: float, role: Role = "unified") ->
         kv_transfer=facts.connector or OVER_THE_BUS,
         wants_prompt=True,
         params=tuple(known),
+        prefills=facts.decode_cache,
         handle_margin_s=lease_s / HEARTBEATS + 2.0,
     )
 
@@ -174,6 +177,7 @@ def _choices(config: NodeConfig, events_port: int) -> versions.Choices:
         side_port=side_ports(host, ranks) if config.role in versions.ROLES else 0,
         events_port=events_port,
         lease_s=max(1, int(config.limits.hold_s)),
+        decode_cache=config.decode_cache,
     )
 
 
@@ -211,7 +215,7 @@ def log_loaded(facts: versions.Facts) -> None:
     log.info(
         "engine.loaded", model=facts.model, max_context=facts.max_context, kv_capacity=facts.kv_capacity,
         max_running=facts.max_running, step_tokens=facts.step_tokens, block_tokens=facts.block_tokens,
-        model_runner=facts.model_runner, async_scheduling=facts.async_scheduling,
+        model_runner=facts.model_runner, async_scheduling=facts.async_scheduling, decode_cache=facts.decode_cache,
     )  # fmt: skip
 
 

@@ -5,8 +5,9 @@ events.
 owns the way between the two threads and the safety of a hand-over; it starts no engine and imports no vLLM.
 
 A prompt's KV cache is kept for a lease. After that the memory may hold another prompt's cache, and a fetch gives no
-error. So the end of the lease is counted from the moment at which the prefill engine ended the request, and a decode
-leg whose first output comes after it fails: either the cache was fetched in time, or its tokens are not used.
+error. So the end of the lease is counted from the moment at which the prefill engine ended the request. A decode engine
+that keeps its KV caches is told it, and gives no token of a fetch that ended later (`nodes.vllm.safe_pulls`). At any
+other a leg whose first output comes after it fails: either the cache was fetched in time, or its tokens are not used.
 """
 
 from __future__ import annotations
@@ -222,6 +223,9 @@ class VllmRunner(ThreadedRunner):
     async def _decode(self, leg: Leg) -> None:
         handle, began, came = leg.handle, self._clock(), False
         given = None if handle is None else _unpacked(handle.data)
+        keeps_cache = self.facts.prefills
+        if given is not None and handle is not None and keeps_cache:
+            given["remote_blocks_expiry_time"] = time.perf_counter() + handle.valid_until - self._clock()
         async with aclosing(self._generate(leg, given)) as outputs:
             async for out in outputs:
                 completion = out.outputs[0]
@@ -229,10 +233,13 @@ class VllmRunner(ThreadedRunner):
                 if tokens and not came:
                     came = True
                     if handle is not None:
-                        if self._clock() >= handle.valid_until:
+                        if self._clock() >= handle.valid_until and not keeps_cache:
                             raise Refusal("kv_failed", "the KV cache came so late that it may be another prompt's")
-                        self._enqueue(Fetched(leg, self._clock() - began))
-                    self._enqueue(Began(leg) if handle is not None else _began(leg, out))
+                        cached = out.num_cached_tokens if keeps_cache else 0
+                        self._enqueue(Fetched(leg, self._clock() - began, cached))
+                        self._enqueue(Began(leg, cached))
+                    else:
+                        self._enqueue(_began(leg, out))
                     if leg.params.prompt_logprobs >= 0 and not leg.offset:
                         likely = out.prompt_logprobs[1:]  # the first is None
                         found = _likelihoods(leg.prompt.tolist()[1:], likely, leg.params.prompt_logprobs)

@@ -11,13 +11,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from hashlib import blake2b
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from bus.errors import ConfigError, StartError
+from bus.runtime.logs import get_logger
 from bus.wire.messages import Role
+from nodes.vllm import seams
 from nodes.vllm.fingerprint import fingerprint
 from nodes.vllm.sampling import REASONING
 
@@ -28,19 +31,23 @@ SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PO
 CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CPU_UCX_TLS = "tcp,self,sm,posix,sysv,cma"
 MAX_NAME = MAX_LAYOUT = 128
-CONNECTOR = "NixlConnector"
+CONNECTOR, SAFE_PULLS = "NixlConnector", "nodes.vllm.safe_pulls"
+ONE_HOST = (None, "mp", "uni")  # vLLM's executors whose workers are on this machine
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 SEVERAL_PROCESSES = (
     "data_parallel_rank", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb",
     "data_parallel_multi_port_external_lb",
 )  # fmt: skip
 
+log = get_logger("node")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """The node's choices for an engine: its `ranks`; `engine_id`, another one for each start; `host` and the first port
-    (`side_port`) of its side channel for KV caches; the first port for KV events (`events_port`, 0: none wanted); and
-    for how many seconds a KV cache is kept (`lease_s`)."""
+    (`side_port`) of its side channel for KV caches; the first port for KV events (`events_port`, 0: none wanted); for
+    how many seconds a KV cache is kept (`lease_s`); and whether a decode rank shall keep its KV caches
+    (`decode_cache`)."""
 
     role: Role
     ranks: int
@@ -49,6 +56,7 @@ class Choices:
     side_port: int
     events_port: int
     lease_s: int
+    decode_cache: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +81,7 @@ class Facts:
     limits_thinking: bool
     model_runner: str  # v1 or v2: vLLM's two, of which a CPU can run the first alone
     async_scheduling: bool
+    decode_cache: bool  # it is a decode engine that keeps its KV caches
 
 
 def check_installed(split: bool) -> None:
@@ -175,15 +184,17 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
     if given.data_parallel_size not in (1, choices.ranks):
         raise ConfigError(f"--data-parallel-size {given.data_parallel_size}: this process has {choices.ranks} ranks")
     role = choices.role
-    if role == "decode" and given.enable_prefix_caching:
-        raise ConfigError(
-            "--enable-prefix-caching: a decode rank keeps no prefixes: a KV cache that came too late would stay in it"
-        )
+    if role == "decode" and given.enable_prefix_caching and not choices.decode_cache:
+        raise ConfigError("--enable-prefix-caching: a decode rank keeps prefixes with --decode-cache, before the --")
     given.model = path
     given.served_model_name = given.served_model_name or [name]
     given.data_parallel_size = choices.ranks
-    if role == "decode":
+    why_not = _no_decode_cache(given) if choices.decode_cache else "it is not asked for"
+    keeps_prefixes = role != "decode" or not why_not
+    if not keeps_prefixes:
         given.enable_prefix_caching = False
+        if choices.decode_cache:
+            log.warning("decode_cache.off", why=why_not)
     if on_cpu() and given.block_size is None and role in ROLES:
         given.block_size = CPU_BLOCK_TOKENS
     if role in ROLES:
@@ -192,8 +203,10 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
         transfer.kv_role = ROLES[role]
         transfer.kv_load_failure_policy = "fail"
         transfer.kv_connector_extra_config.setdefault("kv_lease_duration", choices.lease_s)
+        if role == "decode" and keeps_prefixes:
+            transfer.kv_connector_module_path = SAFE_PULLS
         given.kv_transfer_config = transfer
-    if choices.events_port:
+    if choices.events_port and keeps_prefixes:
         given.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://127.0.0.1:{choices.events_port}", topic=""
         )
@@ -201,6 +214,24 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
         return AsyncEngineArgs.from_cli_args(given)
     except Exception as error:
         raise ConfigError(f"vLLM does not take {name!r} and its arguments: {error}") from None
+
+
+def _no_decode_cache(given: Any) -> str:
+    """Return why a decode engine with vLLM's arguments `given` can't keep its KV caches; empty: it can. What it keeps
+    must have come within its lease, which only a connector and a vLLM that are known tell."""
+    transfer = given.kv_transfer_config
+    if given.enable_prefix_caching is False:
+        return "--no-enable-prefix-caching"
+    if transfer is not None and (transfer.kv_connector != CONNECTOR or transfer.kv_connector_module_path):
+        return f"the connector is {transfer.kv_connector}, not vLLM's own {CONNECTOR}"
+    if transfer is not None and transfer.kv_connector_extra_config.get("bidirectional_kv_xfer"):
+        return "bidirectional_kv_xfer gives the lease's end of a pull another meaning"
+    executor = getattr(given, "distributed_executor_backend", None)
+    if executor not in ONE_HOST or getattr(given, "nnodes", 1) > 1:
+        return "workers on other machines have other clocks, which say nothing of a lease"
+    if differs := seams.difference():
+        return f"vLLM {installed()}: {differs}"
+    return ""
 
 
 def check_one_process(given: Any) -> None:
@@ -307,6 +338,8 @@ def facts_of(client: Any) -> Facts:
         limits_thinking=bool(getattr(getattr(config, "reasoning_config", None), "enabled", False)),
         model_runner="v2" if getattr(config, "use_v2_model_runner", False) else "v1",
         async_scheduling=bool(getattr(config.scheduler_config, "async_scheduling", False)),
+        decode_cache=getattr(transfer, "kv_connector_module_path", None) == SAFE_PULLS
+        and bool(cache.enable_prefix_caching),
     )
 
 
@@ -339,6 +372,23 @@ def _exchange_factors(config: Any) -> tuple[str, ...]:
     except Exception:  # a model for which that can't be told from outside: the handshake says so, then
         backend = ""
     return *found, compute_nixl_compatibility_hash(config, backend)
+
+
+def tell_local_hits(client: Any) -> None:
+    """Let the outputs of a decode engine that keeps its KV caches say in `num_cached_tokens` what of the prompt was in
+    its own cache; vLLM adds what was fetched to it, or says what prefill had cached."""
+    processor = client.output_processor
+    process = processor.process_outputs
+
+    @wraps(process)
+    def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in outputs:
+            state = processor.request_states.get(each.request_id) if each.prefill_stats is not None else None
+            if state is not None:
+                state.remote_prefill_cached_tokens = each.prefill_stats.num_local_cached_tokens
+        return process(outputs, *args, **kwargs)
+
+    processor.process_outputs = process_outputs
 
 
 def lease_s(client: Any) -> float:

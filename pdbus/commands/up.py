@@ -93,7 +93,7 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
 @click.option(
     "--decode-cache",
     is_flag=True,
-    help="Our engines: decode ranks keep KV caches, and may compute prompts; --decode-method least_cost unless given.",
+    help="Decode ranks keep KV caches, and may compute prompts; --decode-method least_cost unless given.",
 )
 @click.option(
     "--queue-order",
@@ -218,8 +218,8 @@ def _spec_of(options: dict[str, Any]) -> ClusterSpec:
         places_of(options["tokenizers"])  # checked before anything starts; with Ray they are on the edge's machine
     engine = options["engine"] or ("sim" if options["model"] == "sim" else default_engine())
     ray, ipc = options["ray"], options["transport"] == "ipc"
-    if options["decode_cache"] and not kind_of(engine).our_options:
-        raise ConfigError(f"--decode-cache is for our own engines, not {engine}")
+    if options["decode_cache"] and not kind_of(engine).decode_cache:
+        raise ConfigError(f"--decode-cache is not for the engine {engine}, whose decode ranks keep no KV caches")
     its_own = options["http"] and not ray and not options["tokenizers"]  # the engine's own front may serve
     return ClusterSpec(
         prefill=split_default if options["prefill"] is None else options["prefill"],

@@ -58,6 +58,14 @@ def test_mistakes_are_one_line(site: Path, arguments: list[str], words: str) -> 
     assert words in done.stderr
 
 
+@pytest.mark.parametrize("module", ["nodes.decode", "pdbus up"])
+def test_an_engine_whose_decode_ranks_keep_nothing_is_not_asked_to(site: Path, module: str) -> None:
+    command = [sys.executable, "-P", "-m", *module.split(), "--engine", "toy", "--model", "m", "--decode-cache"]
+    done = subprocess.run(command, env={"PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "--decode-cache is not for the engine toy, whose decode ranks keep no KV caches" in done.stderr
+
+
 def test_without_its_package_there_is_no_such_engine() -> None:
     done = subprocess.run([*NODE, "--engine", "toy"], env={}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

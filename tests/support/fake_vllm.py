@@ -4,7 +4,8 @@ Prefill keeps a prompt's KV in one of a few slots, until a decode engine has rea
 is used again, and whoever reads late gets another prompt's KV and no error. A decode engine that is given more than the
 prompt dies where the prompt fills its blocks. Statistics come with steps alone, and are of no use in between. A request
 that is waited for no more is aborted. An engine that is fed `DEADLY` is dead for good. What is being fetched from an
-engine that is killed meanwhile does not come.
+engine that is killed meanwhile does not come. A decode engine that keeps its KV caches (`keeps`) does as vLLM's with
+`nodes.vllm.safe_pulls`: a fetch that ends after its lease, or of which no lease is said, has failed.
 
 The "KV" is the sim engine's state after the prompt, in files of a folder that all engines share. A slow engine leaves a
 file `computing` or `fetching` there, and takes SLOW_S for either.
@@ -43,11 +44,11 @@ class EngineDeadError(Exception):
     pass
 
 
-def facts(margin_s: float = 0.5) -> RankFacts:
+def facts(margin_s: float = 0.5, *, prefills: bool = False) -> RankFacts:
     return RankFacts(
         model="like", max_context=4096, kv_capacity=CAPACITY, max_running=16, block_tokens=BLOCK, vocab_size=VOCAB,
         kv_transfer="files", kv_layout="like/1", wants_prompt=True, handle_margin_s=margin_s,
-        params=(*KNOWN, *GRAMMARS, *UNIFIED, *THINKING, *REASONING, "parser:qwen3"),
+        params=(*KNOWN, *GRAMMARS, *UNIFIED, *THINKING, *REASONING, "parser:qwen3"), prefills=prefills,
     )  # fmt: skip
 
 
@@ -61,6 +62,8 @@ class FakeClient:
         self.asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.salts: list[str | None] = []  # of what was asked, in order
         self.computed = 0  # prompt tokens
+        self.keeps = False
+        self._kept: list[list[int]] = []  # token ids of requests that are over
         self.clock = time.monotonic
         self._folder = folder / f"{name}-{time.time_ns()}"  # of this start
         self._folder.mkdir(parents=True)
@@ -89,12 +92,18 @@ class FakeClient:
             if extra.get("do_remote_decode"):
                 yield await self._prefill(ids)
                 return
-            state = await self._pull(ids, extra) if extra.get("do_remote_prefill") else await self._compute(ids)
+            hits = self._hits(ids)
+            state = await self._pull(ids, extra) if extra.get("do_remote_prefill") else await self._compute(ids, hits)
             if state is None:
                 yield _output([], "error")
                 return
+            tokens = []
             async for output in self._decode(state, sampling_params, ids):
+                output.num_cached_tokens = hits
+                tokens += output.outputs[0].token_ids
                 yield output
+            if self.keeps:
+                self._kept.append([*ids, *tokens])
         finally:
             del self.live[request_id]
 
@@ -110,10 +119,18 @@ class FakeClient:
             (self._folder.parent / doing).touch()
         await asyncio.sleep(self._slow_s or STEP_S)
 
-    async def _compute(self, ids: list[int]) -> int:
+    def _hits(self, ids: list[int]) -> int:
+        """Tokens in whole blocks that some kept request began with; the last one of a prompt is always computed."""
+        longest = 0
+        for kept in self._kept:
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, kept, strict=False)))
+            longest = max(longest, min(same, len(ids) - 1) // BLOCK * BLOCK)
+        return longest
+
+    async def _compute(self, ids: list[int], hits: int = 0) -> int:
         await self._take_time("computing")
         self._check()
-        self.computed += len(ids)
+        self.computed += len(ids) - hits
         self._step()
         return int(feed(ids)[-1])
 
@@ -147,6 +164,8 @@ class FakeClient:
     async def _pull(self, ids: list[int], handle: dict[str, Any]) -> int | None:
         await self._take_time("fetching")
         self._check()
+        if self.keeps and time.perf_counter() >= handle.get("remote_blocks_expiry_time", 0.0):
+            return None
         try:
             if handle["alive"] and not _locked(handle["alive"]):
                 return None
@@ -216,7 +235,7 @@ def runner_of(
     made: dict[str, Any] = {
         "name": name, "sampling": dict, "prompt": prompt_of, "lease_s": lease_s,
     } | changes  # fmt: skip
-    runner = VllmRunner(facts(margin_s), client, **made)
+    runner = VllmRunner(facts(margin_s, prefills=client.keeps), client, **made)
     client.stepped = lambda index, usage: runner.stepped(usage)
     return runner
 

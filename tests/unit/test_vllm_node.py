@@ -19,7 +19,7 @@ from bus.errors import ConfigError, StartError
 from bus.runtime.ports import free_ports
 from controller.load.groups import exchange
 from nodes.config import NodeConfig
-from nodes.vllm import main, versions
+from nodes.vllm import main, seams, versions
 from nodes.vllm.cpus import claim_cores, keep_to
 from nodes.vllm.devices import alone_on
 from nodes.vllm.fingerprint import fingerprint
@@ -33,6 +33,7 @@ HERE = [sys.executable, "-P", "-m", "nodes.decode", "--bus", "ipc:///tmp/pdx/b",
         (["--engine", "vllm"], "--engine vllm needs a model: --model PATH"),
         (["--engine", "vllm", "--model", "m", "--kv-tokens", "9"], "--kv-tokens is for our own engines"),
         (["--engine", "vllm", "--model", "m", "--sim-base-s", "1"], "--sim-base-s is for our own engines"),
+        (["--engine", "vllm", "--model", "m", "--decode-cache"], "needs the Python package 'vllm'; run: pip"),
         (["--engine", "sim", "--", "--dtype", "float32"], "'--dtype': only --engine vllm takes arguments"),
         (["--engine", "vllm", "--model", "m", "--", "--dtype", "float32"], "needs the Python package 'vllm'; run: pip"),
     ],
@@ -246,6 +247,86 @@ def test_capacity_and_block_size_are_vllms_own_where_it_says_them() -> None:
     assert (unsaid.kv_capacity, unsaid.block_tokens) == (1600, 16)
     new = versions.facts_of(client_of(ranks=2, kv_cache_size_tokens=1234, effective_attention_block_size=128))
     assert (new.kv_capacity, new.block_tokens) == (1234, 128), "of one rank, each"
+
+
+def test_a_decode_rank_that_keeps_its_kv_caches_says_that_it_computes_prompts() -> None:
+    """Only with our connector, and where vLLM itself has not turned prefix caching off, as it does for some models."""
+
+    def prefills(module: str, caching: bool) -> bool:
+        client = client_of(connector="NixlConnector", enable_prefix_caching=caching)
+        client.vllm_config.kv_transfer_config.kv_connector_module_path = module
+        return main.rank_facts(versions.facts_of(client), 60.0, "decode").prefills
+
+    assert prefills(versions.SAFE_PULLS, True)
+    assert not prefills("", True)
+    assert not prefills(versions.SAFE_PULLS, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, ""),
+        ({"kv_transfer_config": ("NixlConnector", {})}, ""),
+        ({"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+        ({"kv_transfer_config": ("OffloadingConnector", {})}, "the connector is OffloadingConnector, not vLLM's own"),
+        ({"kv_transfer_config": ("NixlConnector", {"bidirectional_kv_xfer": True})}, "bidirectional_kv_xfer"),
+        ({"nnodes": 2}, "workers on other machines"),
+        ({"distributed_executor_backend": "ray"}, "workers on other machines"),
+    ],
+)
+def test_what_keeps_a_decode_rank_from_keeping_kv_caches(
+    given: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions.seams, "difference", lambda: "")
+    if "kv_transfer_config" in given:
+        name, extra = given["kv_transfer_config"]
+        transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, kv_connector_module_path=None)
+        given = {"kv_transfer_config": transfer}
+    asked = SimpleNamespace(**({"kv_transfer_config": None, "enable_prefix_caching": None} | given))
+    found = versions._no_decode_cache(asked)
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
+    monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
+    monkeypatch.setattr(versions.seams, "difference", lambda: "ReqMeta is not there")
+    assert versions._no_decode_cache(asked) == (found or "vLLM 0.33.0: ReqMeta is not there")
+
+
+def test_a_vllm_whose_code_differs_from_what_was_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its text: a function of the same name and parameters may do something else."""
+    module: Any = ModuleType("vllm_part")
+    module.fingerprint, module.Reads = fingerprint, socket.SocketIO
+    monkeypatch.setitem(sys.modules, "vllm_part", module)
+
+    def table(*names: str) -> tuple[seams.Seam, ...]:
+        found = (seams.Seam("vllm_part", name, "") for name in names)
+        return tuple(each._replace(source=seams._hash(each)) for each in found)
+
+    known = table("fingerprint", "Reads.readinto")
+    monkeypatch.setattr(seams, "SEAMS", known)
+    assert seams.difference() == ""
+    module.fingerprint = claim_cores
+    assert seams.difference() == "fingerprint is not as pdbus knows it"
+    monkeypatch.setattr(seams, "SEAMS", known[1:])
+    module.Reads = SimpleNamespace(readinto=len)
+    assert seams.difference() == "Reads.readinto has no source text here"
+    module.Reads = SimpleNamespace()
+    assert seams.difference() == "Reads.readinto is not there"
+    monkeypatch.delitem(sys.modules, "vllm_part")
+    assert seams.difference() == "Reads.readinto is not there"
+
+
+def test_outputs_say_what_the_decode_engine_itself_had_cached() -> None:
+    """vLLM's own figure is what prefill had cached, or that and what was fetched."""
+    said: list[Any] = []
+    states = {"a": SimpleNamespace(remote_prefill_cached_tokens=640), "b": SimpleNamespace()}
+    processor = SimpleNamespace(request_states=states, process_outputs=lambda outputs, stamp: said.append(stamp))
+    versions.tell_local_hits(SimpleNamespace(output_processor=processor))
+    stats = SimpleNamespace(num_local_cached_tokens=96)
+    outputs = [SimpleNamespace(request_id=id, prefill_stats=it) for id, it in (("a", stats), ("b", None), ("c", stats))]
+    processor.process_outputs(outputs, 5.0)
+    assert states["a"].remote_prefill_cached_tokens == 96
+    assert not vars(states["b"])
+    assert said == [5.0]
 
 
 def test_a_speculating_rank_does_not_say_that_it_knows_what_vllm_then_refuses() -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgpack
 import pytest
-from fake_vllm import CAPACITY, DEADLY, VOCAB, FakeClient, facts, runner_of
+from fake_vllm import BLOCK, CAPACITY, DEADLY, VOCAB, FakeClient, runner_of
 
 from bus.wire.codec import encode
 from bus.wire.hashing import token_bytes
@@ -41,10 +41,11 @@ LEASE_S = 30.0
 class Node:
     """One runner on one asyncio loop, which is both threads; what it says is kept."""
 
-    def __init__(self, role: Role, folder: Path, **changes: Any) -> None:
+    def __init__(self, role: Role, folder: Path, *, keeps: bool = False, **changes: Any) -> None:
         loop = asyncio.get_running_loop()
         self.role: Role = role
         self.client = FakeClient(folder, role, LEASE_S)
+        self.client.keeps = keeps
         self.events: list[Event] = []
         self.late_s = 0.0  # of this machine's clock, as the runner reads it
         self.link: Callable[[Callable[[], None]], Any] = loop.call_soon
@@ -63,7 +64,7 @@ class Node:
             "charge": 0, "prompt_tokens": len(prompt), "max_tokens": 6, "bootstrap_room": 5,
         } | changes  # fmt: skip
         frames = [token_bytes(prompt), encode(params or Params())]
-        leg = leg_of(Dispatch(**fields), frames, role=self.role, dp_rank=0, facts=facts(), now=0.0)
+        leg = leg_of(Dispatch(**fields), frames, role=self.role, dp_rank=0, facts=self.runner.facts, now=0.0)
         leg.seq, leg.handle = self._seq, handle
         return leg
 
@@ -78,6 +79,14 @@ class Node:
             while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
                 await asyncio.sleep(0.001)
         return found[count - 1]
+
+    async def asked(self, count: int) -> dict[str, Any]:
+        """The handle of the `count`-th request that its engine was given."""
+        async with asyncio.timeout(60):
+            while len(self.client.asked) < count:
+                await asyncio.sleep(0)
+        given: dict[str, Any] = self.client.asked[count - 1][0]["extra_args"]["kv_transfer_params"]
+        return given
 
     def said(self) -> list[str]:
         return [type(event).__name__ for event in self.events if not isinstance(event, Stepped)]
@@ -164,6 +173,87 @@ def test_a_kv_cache_that_comes_after_its_lease_is_not_used(tmp_path: Path, fence
             assert decode.tokens() != sim_generate(PROMPT, 6, VOCAB)
 
     both(scenario, tmp_path)
+
+
+def keeping(scenario: Callable[[Node, Node], Coroutine[Any, Any, None]], folder: Path) -> None:
+    """As `both`, and decode keeps its KV caches."""
+
+    async def run() -> None:
+        await scenario(Node("prefill", folder), Node("decode", folder, keeps=True))
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_keeps_kv_caches_is_told_the_end_of_the_lease_on_its_clock(tmp_path: Path) -> None:
+    async def scenario(prefill: Node, decode: Node) -> None:
+        prefill.start()
+        held = await prefill.until(Held)
+        decode.late_s = 1000.0  # the node's clock is not the engine's
+        for number, left_s in enumerate((20.0, FOR_EVER), 1):
+            decode.start(handle=handle_of(held, time.monotonic() + 1000.0 + left_s))
+            given = dict(await decode.asked(number))
+            said_s = given.pop("remote_blocks_expiry_time") - time.perf_counter()
+            assert said_s == left_s or left_s - 1.0 < said_s <= left_s
+            assert given == msgpack.unpackb(held.handle)
+        await decode.until(Finished, 2)
+        decode.late_s = 0.0
+        decode.start(handle=handle_of(held, time.monotonic() + 0.001))  # over before it is fetched
+        assert (await decode.until(LegFailed)).code == "kv_failed"
+        assert len(decode.tokens()) == 12, "of the first two"
+
+    keeping(scenario, tmp_path)
+
+
+def test_what_was_fetched_in_time_is_used_however_late_the_first_token_comes(tmp_path: Path) -> None:
+    """Where the engine itself watches the fetch. Elsewhere the leg fails: nobody can tell."""
+
+    async def scenario(prefill: Node, decode: Node) -> None:
+        prefill.start()
+        held = await prefill.until(Held)
+        decode.start(handle=handle_of(held, time.monotonic() + 10.0))
+        await decode.asked(1)
+        decode.late_s = 20.0
+        if decode.client.keeps:
+            await decode.until(Finished)
+            assert decode.tokens() == sim_generate(PROMPT, 6, VOCAB)
+        else:
+            assert (await decode.until(LegFailed)).code == "kv_failed"
+
+    keeping(scenario, tmp_path / "keeps")
+    both(scenario, tmp_path / "does_not")
+
+
+def test_each_trip_says_what_was_cached_and_counts_what_is_computed(tmp_path: Path) -> None:
+    """A pair's decode leg fetches what it lacks and computes nothing; a leg of its own computes what it lacks. The
+    prompt fills its blocks, of which the last token is computed all the same."""
+
+    async def scenario(prefill: Node, decode: Node) -> None:
+        prompt = list(range(7, 7 + 4 * BLOCK))
+
+        async def turn(number: int, *, pair: bool) -> tuple[int, int]:
+            handle = None
+            if pair:
+                prefill.start(prompt)
+                handle = handle_of(await prefill.until(Held, number))
+            decode.start(prompt, handle=handle, leg="decode" if pair else "unified")
+            await decode.until(Finished, number)
+            assert decode.tokens()[-6:] == sim_generate(prompt, 6, VOCAB)
+            load = decode.runner.load()
+            assert (load.waiting_tokens, load.running) == (0, 0)
+            return (await decode.until(Began, number)).cached_tokens, load.computed_tokens_total
+
+        assert await turn(1, pair=True) == (0, 0)
+        assert await turn(2, pair=True) == (3 * BLOCK, 0)
+        assert (await decode.until(Fetched, 2)).cached_tokens == 3 * BLOCK
+        assert await turn(3, pair=False) == (3 * BLOCK, BLOCK)
+        prompt += [*sim_generate(prompt, 6, VOCAB), 1, 2, 3]
+        assert await turn(4, pair=False) == (4 * BLOCK, BLOCK + 9)
+        assert decode.client.computed == BLOCK + 9
+        load = decode.runner.load()
+        assert load.cached_tokens_total == 10 * BLOCK
+        assert load.admitted_tokens_total == 16 * BLOCK + 9
+
+    keeping(scenario, tmp_path)
 
 
 def test_a_kv_cache_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
