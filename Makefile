@@ -33,7 +33,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-front test-vllm-front-long test-coders test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm bench-front test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-turns test-vllm-front test-vllm-front-long test-coders test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm bench-front test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -157,6 +157,11 @@ test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes;
 			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_pulls.py \
 			tests/real_vllm/test_vllm_defaults.py tests/real_vllm/test_vllm_streams.py \
 			tests/real_vllm/test_vllm_live.py tests/real_vllm/test_vllm_params.py
+
+test-vllm-turns: ## Conversations over real vLLM, decode with a cache; late reads, a kill (long: CONVERSATIONS=200 LATE=20 KILLS=5)
+	@echo "==> pytest tests/real_vllm/test_vllm_turns.py"
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
+		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm/test_vllm_turns.py
 
 FRONT = vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
 	PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm

@@ -83,34 +83,41 @@ def near(result: Result, logprobs: Sequence[float]) -> None:
 
 def answers_alone(folder: Path) -> list[Alone]:
     asked = cases()
+    return [Alone(case, *said) for case, said in zip(asked, said_alone(folder, asked), strict=True)]
+
+
+def said_alone(folder: Path, asked: list[dict[str, Any]]) -> list[Any]:
+    """What `alone.py` answers to these cases."""
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": BLOCK}
     (folder / "cases").write_text(json.dumps({"model": str(hugging_face()), "engine": engine, "cases": asked}))
     command = [sys.executable, str(Path(__file__).parent / "alone.py"), str(folder / "cases"), str(folder / "answers")]
     env = {**os.environ, **ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}  # all in one process
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [Alone(case, *said) for case, said in zip(asked, json.loads((folder / "answers").read_text()), strict=True)]
+    found: list[Any] = json.loads((folder / "answers").read_text())
+    return found
 
 
 @contextmanager
-def cluster_of(ranks: int, logs: Path, lease_s: int = LEASE_S) -> Iterator[Cluster]:
-    """So many prefill and decode engines, as ranks of one instance each. None of their processes is left at its end."""
-    spec = ClusterSpec(
-        prefill=ranks,
-        decode=ranks,
-        engine="vllm",
-        model="smollm2",
-        prefill_method="cache_aware",
-        metrics_port=free_ports("127.0.0.1", 2 + 2 * ranks),
-        controller_args=("--lease-s", "90", "--hang-s", "90"),
-        node_args=("--hold-s", str(lease_s)),
-        engine_args=ENGINE,
-        env=ENV,
-        log_dir=str(logs),
-        start_timeout_s=WAIT_S,
-        stop_grace_s=60.0,
-    )
-    with Cluster(spec) as made:
+def cluster_of(ranks: int, logs: Path, lease_s: int = LEASE_S, **changes: Any) -> Iterator[Cluster]:
+    """So many prefill and decode engines, as ranks of one instance each; `changes` of the spec. None of their processes
+    is left at its end."""
+    settings: dict[str, Any] = {
+        "prefill": ranks,
+        "decode": ranks,
+        "engine": "vllm",
+        "model": "smollm2",
+        "prefill_method": "cache_aware",
+        "metrics_port": free_ports("127.0.0.1", 2 + 2 * ranks),
+        "controller_args": ("--lease-s", "90", "--hang-s", "90"),
+        "node_args": ("--hold-s", str(lease_s)),
+        "engine_args": ENGINE,
+        "env": ENV,
+        "log_dir": str(logs),
+        "start_timeout_s": WAIT_S,
+        "stop_grace_s": 60.0,
+    }
+    with Cluster(ClusterSpec(**(settings | changes))) as made:
         yield made
         engines = [pid for child in made.started for pid in processes_of(child.pid)]
     until(lambda: not any(map(lives, engines)), "no process of an engine is left", 30)
