@@ -76,7 +76,7 @@ class Balancer:
         self._chosen: tuple[Submit, RankLoad | None] | None = None  # the prefill rank of the pair that is placed now
         self._predicted: tuple[float, float] | None = None  # of the last trip
         self._speeds = None if late is None else late.speeds  # None: not asked for yet
-        costs = costs or Costs()
+        self._costs = costs = costs or Costs()
         for role, policy in policies.items():
             if role != "prefill" and policy.counts_queue_only:
                 table.count_queue_only(role)
@@ -118,7 +118,8 @@ class Balancer:
                     return Placed(model, self.charge(submit, now, (("unified", alone),)))
             if decode is not None and self._asks_decode and self._may_do_both(submit, decode):
                 at = self._trip(submit, group, decode, avoid, barred)
-                return Placed(model, self.charge(submit, now, at) if at else (), None, self._predicted)
+                read = self._read_of(submit, at) if self._reads_back else 0
+                return Placed(model, self.charge(submit, now, at, read) if at else (), None, self._predicted)
             first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
             if first is None:
                 return Placed(model)
@@ -130,7 +131,8 @@ class Balancer:
                 at = ((role, first), ("decode", second))
         except Refusal as refusal:
             return Placed(model, (), self._stands(refusal, roles))
-        return Placed(model, self.charge(submit, now, at))
+        read = self._read_of(submit, at) if self._reads_back else 0
+        return Placed(model, self.charge(submit, now, at, read))
 
     def charge(self, submit: Submit, now: float, at: Ranks, read: int = 0) -> tuple[LegRun, ...]:
         """Charge the legs of `submit` to the ranks `at`, as `place` does after its choice, and return them. `read`: the
@@ -148,6 +150,8 @@ class Balancer:
                 rank.routed_total += target_of(role, submit)[1] is not None
             if of in self._watches:
                 self._watches[of].dispatched(rank, submit, now)
+        if read:
+            legs[0].read = read
         return legs
 
     def ended(self, leg: LegRun, submit: Submit, end: Ended | None = None, now: float = 0.0) -> bool:
@@ -307,6 +311,18 @@ class Balancer:
         if refusal is not None:
             raise refusal
         return () if first is None or second is None else (("prefill", first), ("decode", second))
+
+    def _read_of(self, submit: Submit, at: Ranks) -> int:
+        """Return the prompt tokens that a pair's prefill rank reads from its decode rank before it computes the rest:
+        0 if it reads nothing."""
+        if len(at) < 2:
+            return 0
+        (_, first), (_, second) = at
+        if not (first.info.reads_back and second.info.reads_back):
+            return 0
+        known = self._costs.cached(second, submit)
+        more = known > self._costs.cached(first, submit)
+        return known if more and self.read_back(second, first, submit) else 0
 
     def _choice(self, role: Role, submit: Submit) -> RankLoad | None:
         """Return the rank that the policy of `role` chooses for the request now; None: it waits, or there is none."""

@@ -27,7 +27,7 @@ EVENTS = (  # shown from the start: a series that begins with a count has no inc
     "kv_blocks_elsewhere", "kv_blocks_unnamed", "kv_gaps", "kv_restarts", "kv_unreadable", "legs_lost",
     "policy_faults", "queued", "reattached", "redispatched", "report_forged", "report_old", "report_unknown",
     "sent_old", "sent_too_many", "submitted", "superseded", "tpot_slo_given_up", "trip_at_decode",
-    "trip_delta", "trip_whole", "undelivered",
+    "trip_delta", "trip_read_back", "trip_whole", "undelivered",
 )  # fmt: skip
 REGRET_MAX_PER_S = 50
 SCRAPED_MAX = 63

@@ -422,6 +422,7 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     # the owners of `running`, in its order: (key, number of legs) each; legs beyond that have no stated owner
     clients: Annotated[tuple[tuple[KeyName, Count], ...], Meta(max_length=256)] = ()
     prefills: bool = False  # decode: it takes unified legs too, whose prompts it computes itself
+    reads_back: bool = False  # prefill: it can read what decode ranks cache of a prompt; decode: it lends that
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):
@@ -462,6 +463,14 @@ class TraceContext(Message, frozen=True):
     tracestate: Tracestate = ""
 
 
+class ReadBack(Message, frozen=True):
+    """The rank of a request's decode leg, and how many of the first tokens of its prompt that caches, as far as the
+    controller knows: the prefill rank may read them there instead of computing them."""
+
+    at: Location
+    tokens: Count
+
+
 class Dispatch(Message, frozen=True, tag="dispatch"):
     """Controller to rank: run one leg. Frames: header, [prompt,] params; decode legs carry no prompt frame unless the
     rank wants it."""
@@ -486,6 +495,7 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     continue_on_disconnect: bool = False  # as in `Submit`
     trace: TraceContext | None = None  # as in `Submit`
     pair_attempt: Count = 0  # as in `Submit`
+    read_back: ReadBack | None = None  # prefill: what the decode leg's rank caches of the prompt
 
 
 class CancelLeg(Message, frozen=True, tag="cancel_leg"):
@@ -892,11 +902,11 @@ class Detach(Message, frozen=True, tag="detach"):
 
 class KvPull(Message, frozen=True, tag="kv_pull"):
     """Decode rank to prefill rank: send meta (when `first` is 0) and blocks `first` .. `first`+`count`-1 of `room` as
-    they become ready."""
+    they become ready. Prefill rank to decode rank: the same of what that caches of the room's prompt."""
 
     room: Room
     attempt: Attempt
-    epoch: Epoch  # the prefill node's, as located: fences a restarted node
+    epoch: Epoch  # the asked node's, as located: fences a restarted node
     first: Count
     count: Annotated[int, Meta(ge=0, le=1024)]
     asked: Count = 0  # 1, 2, 3 ... of this leg's pulls that ask for no block; 0: not counted

@@ -24,6 +24,7 @@ from bus.wire.messages import (
     Ended,
     Location,
     MemberKey,
+    ReadBack,
     Rid,
     Role,
 )
@@ -178,6 +179,7 @@ class Attempts:
             submit.continue_on_disconnect,
             request.trace,
             submit.pair_attempt,
+            ReadBack(request.legs[-1].rank.location, leg.read) if leg.read else None,
         )
 
     def _prefill_of(self, request: Request) -> Location | None:
@@ -287,6 +289,8 @@ class Attempts:
 def _trip_of(legs: tuple[LegRun, ...], here_s: float, pair_s: float) -> str:
     """Return how a pair's prompt travels, and the predictions (seconds until the first token) that decided it."""
     trip = "a pair" if len(legs) > 1 else "at decode"
+    if legs and legs[0].read:
+        trip += f" that reads {legs[0].read} tokens back"
     return f"{trip}; predicted: {here_s:.3f} s at decode, {pair_s:.3f} s as a pair"
 
 

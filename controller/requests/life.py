@@ -363,17 +363,19 @@ class RequestLifecycle:
                 return
         self._counts["done"] += 1
         if request.legs[-1].rank.info.prefills and request.submit.leg == "pair" and done:
-            self._count_trip(done[-1])
+            self._count_trip(request.legs[0], done[-1])
         self._ends += 1
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
         if self._attempts.trace:
             out.append(Note("request.done", "debug", about_of(request)))
         self._forget(request, now, "ok", "", out)
 
-    def _count_trip(self, end: Ended) -> None:
-        """Count a pair's trip (`controller.trips`), from the end of its last leg."""
+    def _count_trip(self, first: LegRun, end: Ended) -> None:
+        """Count a pair's trip (`controller.trips`), from its first leg and the end of its last one."""
         if end.leg == "unified":
             self._counts["trip_at_decode"] += 1
+        elif first.read:
+            self._counts["trip_read_back"] += 1
         elif end.leg == "decode" and end.cached_tokens:
             self._counts["trip_delta"] += 1
         else:

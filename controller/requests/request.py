@@ -66,7 +66,7 @@ LEG_NEXT: dict[tuple[LegState, Literal["done", "given up"]], LegState] = {
 class LegRun:
     """One leg of one attempt (try) at one rank (one start of it)."""
 
-    __slots__ = ("answers", "began", "charge", "ended", "first_at", "number", "rank", "role", "state")
+    __slots__ = ("answers", "began", "charge", "ended", "first_at", "number", "rank", "read", "role", "state")
 
     def __init__(self, role: Role, rank: RankLoad, charge: int, number: int, began: float, answers: bool) -> None:
         self.role: Role = role
@@ -75,6 +75,7 @@ class LegRun:
         self.number = number  # of its dispatch, at its rank
         self.began = began  # dispatched at
         self.answers = answers  # its output is what the client waits for
+        self.read = 0  # prefill: tokens of the prompt that it reads from the decode leg's rank
         self.first_at = inf  # its first output was reported at
         self.state = LegState.RUNNING
         self.ended: Ended | None = None  # what the node said of a leg that is done

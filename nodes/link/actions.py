@@ -81,7 +81,7 @@ class Release(Struct, frozen=True, gc=False):
 
 
 class SendBlock(Struct, frozen=True, gc=False):
-    """Send KV block `index` of a held leg, which has `tokens` tokens in it, to the decode rank `peer`."""
+    """Send KV block `index` of a leg that is held, or lent, to the rank `peer`; it has `tokens` tokens in it."""
 
     peer: bytes
     leg: Leg
@@ -98,6 +98,26 @@ class TakeBlock(Struct, frozen=True, gc=False):
     intact: bool
 
 
+class Readable(Struct, frozen=True, gc=False):
+    """Tell the runner that its prefill leg can read the first `blocks` blocks of the prompt from the decode rank. 0: it
+    reads no more, and computes what is missing."""
+
+    leg: Leg
+    blocks: int
+
+
+class Lend(Struct, frozen=True, gc=False):
+    """Make the runner keep what it caches of a decode leg's prompt, for the prefill rank to read."""
+
+    leg: Leg
+
+
+class Reclaim(Struct, frozen=True, gc=False):
+    """Make the runner keep that no longer."""
+
+    leg: Leg
+
+
 class Leave(Struct, frozen=True, gc=False):
     """Make the rank leave, because its runner is dead for `reason`."""
 
@@ -111,5 +131,5 @@ class Over(Struct, frozen=True, gc=False):
 
 
 ForBus: TypeAlias = Register | Unregister | Locate | Unlocate | PublishFrames
-ForRunner: TypeAlias = Start | Cancel | Release | TakeBlock
+ForRunner: TypeAlias = Start | Cancel | Release | TakeBlock | Readable | Lend | Reclaim
 Action: TypeAlias = Send | SendBlock | Leave | Over | Note | ForBus | ForRunner

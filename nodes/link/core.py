@@ -38,6 +38,7 @@ from nodes.link.actions import Action, Cancel, Leave, Over, PublishFrames, Regis
 from nodes.link.config import Limits
 from nodes.link.leg import Identity, Leg, Legs, LegState, identity_of, leg_of
 from nodes.link.puller import KvPuller, unfetched
+from nodes.link.read_back import KvLender, KvReader
 from nodes.link.record import LegRecord, record_of, trace_events_of
 from nodes.link.reports import Reports
 from nodes.link.runner import (
@@ -47,12 +48,15 @@ from nodes.link.runner import (
     Event,
     Fetched,
     Finished,
+    HasRead,
     Held,
     LegFailed,
+    Lent,
     Output,
     PromptLogprobs,
     Pull,
     RankFacts,
+    Reads,
     Stepped,
 )
 from nodes.link.sender import KvSender
@@ -85,6 +89,8 @@ class RankCore:
         self.history: History[LegRecord] = History(LegRecord, limits.trace_bytes)
         self.spans = False  # whether legs that are traced have a span, which the shell exports
         self.puller = KvPuller(facts, self.counts, self._end)
+        self.reader = KvReader(facts, self.counts)
+        self.lender = KvLender(facts)
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
         self.fetch_s: deque[float] = deque(maxlen=4096)  # seconds of each KV fetch since the last snapshot
         self.step_s: deque[float] = deque(maxlen=4096)  # seconds of each forward step since the last snapshot
@@ -188,11 +194,18 @@ class RankCore:
         return self.puller.located(room, location, attempt, code, found_by, now, client)
 
     def kv_message(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
-        """Take in what a prefill rank sent for a decode leg; `data` is the frame after the message (empty: none)."""
+        """Take in what a prefill rank sent for a decode leg, or a decode rank for a prefill leg that reads back; `data`
+        is the frame after the message (empty: none)."""
+        if self.role == "prefill":
+            return self.reader.received(message, data, now)
         return self.puller.received(message, data, now)
 
     def pulled(self, peer: bytes, message: KvPull | KvDone, now: float) -> list[Action]:
-        """Take in what the decode rank behind `peer` asks of a prefill leg: its KV cache, or the end of the leg."""
+        """Take in what the decode rank behind `peer` asks of a prefill leg: its KV cache, or the end of the leg. At a
+        decode rank: what the prefill rank behind `peer` asks, which reads back."""
+        if self.role == "decode" and self.facts.reads_back:
+            lender = self.lender
+            return lender.pull(peer, message, now) if isinstance(message, KvPull) else lender.done(peer, message)
         if isinstance(message, KvPull):
             return list(self.sender.pull(peer, message, now))
         leg = self.sender.done(peer, message)
@@ -240,7 +253,18 @@ class RankCore:
                 leg.first_logprobs = event.first_logprobs
                 return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
             case Pull():
+                if leg.role == "prefill":
+                    return self.reader.pull(leg, event.first, event.count)
                 return self.puller.pull(leg, event.first, event.count, now)
+            case Reads():
+                return self.reader.begin(leg, now)
+            case HasRead():
+                leg.add_event("read", now, f"{event.tokens} tokens of the decode rank" if event.tokens else "nothing")
+                if event.tokens:
+                    self.fetch_s.append(event.seconds)
+                return self.reader.done(leg)
+            case Lent():
+                return self.lender.lent(leg, event.blocks)
             case Fetched():
                 self.fetch_s.append(event.seconds)
                 leg.cached_tokens = event.cached_tokens
@@ -261,6 +285,9 @@ class RankCore:
                 actions += self._end(leg, "deadline", "the deadline passed", now)
             elif leg.role == "decode":
                 actions += self.puller.tick(leg, now)
+            elif leg.role == "prefill":
+                actions += self.reader.tick(leg, now)
+        actions += self.lender.tick(now)
         lost, answers = self.sender.tick(now)
         for leg in lost:
             actions += self._end(leg, "decode_failed", "no decode rank fetched the KV cache in time", now)
@@ -350,7 +377,8 @@ class RankCore:
             self.sender.open(leg, now)
             leg.registered = leg.attempt
             return [Register(leg.room, leg.attempt), Start(leg)]
-        return self.puller.open(leg, dispatch, now)
+        opened = self.puller.open(leg, dispatch, now)
+        return opened + self.lender.open(leg, now) if self.facts.reads_back else opened
 
     # --- inside: output and end ---------------------------------------------------------------------------------
 
@@ -374,6 +402,7 @@ class RankCore:
         elif was is LegState.RUNNING and not by_runner:
             actions.append(Cancel(leg))
         if leg.role == "prefill":
+            actions += self.reader.done(leg)
             actions += self.sender.close(leg)
             others = self.sender.others(leg)
             for other in others:
@@ -381,7 +410,7 @@ class RankCore:
             if not others:
                 actions.append(Unregister(leg.room, leg.registered, code))
         elif leg.role == "decode":
-            actions += self.puller.close(leg, was)
+            actions += self.lender.ended(leg) + self.puller.close(leg, was)
         if leg.role != "prefill":
             self.streams.finish(leg)
         self.reports.remember(leg.owner, end, leg.identity, now)

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from nodes.link.actions import Action, Cancel, Release, Start, TakeBlock
+from nodes.link.actions import Action, Cancel, Lend, Readable, Reclaim, Release, Start, TakeBlock
 from nodes.link.core import RankCore
-from nodes.link.runner import EVENTS, BlockRunner, Event, Runner
+from nodes.link.runner import EVENTS, BlockRunner, Event, ReadingRunner, Runner
 
 
 class RankDriver:
@@ -67,5 +67,11 @@ class RankDriver:
         elif isinstance(action, TakeBlock):
             runner = cast(BlockRunner, self._runner)
             runner.received(action.leg, action.index, action.data, action.intact, self._clock())
+        elif isinstance(action, Readable):
+            cast(ReadingRunner, self._runner).readable(action.leg, action.blocks, self._clock())
+        elif isinstance(action, Lend):
+            cast(ReadingRunner, self._runner).lend(action.leg)
+        elif isinstance(action, Reclaim):
+            cast(ReadingRunner, self._runner).reclaim(action.leg)
         else:
             self._do_outside(action)

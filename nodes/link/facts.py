@@ -28,6 +28,7 @@ class RankFacts:
     kv_transfer: str = OVER_THE_BUS  # or the name of the engine's own connector
     wants_prompt: bool = False  # decode legs come with the prompt's ids
     prefills: bool = False  # a decode rank takes unified legs too
+    reads_back: bool = False  # a prefill rank can read what the decode rank caches, a decode rank lends it
     params: tuple[str, ...] = ()  # sampling parameters it knows beyond those that every rank knows
     handle_margin_s: float = 5.0  # a handle with less time left is refused: the fetch must be over before it lapses
 

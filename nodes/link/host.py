@@ -103,8 +103,8 @@ class Host:
         config, sockets, loop = self.config, self._sockets, self.loop
         bus = BusAddress(config.bus)
         where = f"{config.data}/node-{new_epoch():016x}" if config.data.startswith("ipc://") else config.data
-        alone = config.role != "prefill"  # KV blocks are two frames
-        self._router, self.endpoint = sockets.ephemeral_router(where, answers_one_frame=alone)
+        blocks = config.role == "prefill" or any(runner.facts.reads_back for runner in runners.values())
+        self._router, self.endpoint = sockets.ephemeral_router(where, answers_one_frame=not blocks)
         self._pub = sockets.pub(bus.publish)
         kinds = (topics.TO, topics.MEMBER)  # what the broker tells us, and our own words come back
         mine = tuple(topics.for_rank(kind, config.instance, rank) for kind in kinds for rank in runners)

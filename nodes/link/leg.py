@@ -142,7 +142,7 @@ class Leg:
     blocked_until: float = 0.0  # the reader's queue was full
 
     # decode: its way to the KV cache (puller)
-    location: Location | None = None  # of the prefill leg
+    location: Location | None = None  # of the prefill leg; of a prefill leg that reads back: of the decode leg
     paired: bool = False  # its controller dispatched the prefill leg too, under the same attempt
     kv_attempt: int = 0  # under which the room was registered
     cached_at_prefill: int = 0  # of the prompt, as the prefill rank says
@@ -159,6 +159,14 @@ class Leg:
     first_logprobs: TokenLogprobs | None = None  # of it
     handle_data: bytes = b""  # opaque
     valid_until: float = FOR_EVER  # a later fetch may give another prompt's cache
+
+    # prefill: what it reads back (KvReader); decode: what it lends (KvLender)
+    read_tokens: int = 0  # of the prompt, that the decode rank is thought to cache
+    reads: bool = False  # the decode rank has answered
+    read_until: float = 0.0  # how long its answer is waited for
+    borrower: bytes | None = None  # the prefill rank that reads, by its connection
+    lent: int = 0  # blocks that it may read
+    borrowed_at: float = 0.0  # when it asked last
 
     last_seen_at: float = 0.0  # when the rank at the other end of the KV transfer gave a sign of life
 
@@ -262,7 +270,7 @@ def leg_of(
     _check_length(dispatch, role, facts)
     prompt, params = _payload(dispatch, frames, role, facts)
     stop_ids = frozenset(params.stop_token_ids)
-    return Leg(
+    leg = Leg(
         rid=dispatch.rid,
         attempt=dispatch.attempt,
         role=role,
@@ -284,6 +292,10 @@ def leg_of(
         continue_on_disconnect=dispatch.continue_on_disconnect,
         trace=dispatch.trace,
     )
+    if role == "prefill" and facts.reads_back and dispatch.read_back is not None:
+        leg.location = dispatch.read_back.at
+        leg.read_tokens = min(dispatch.read_back.tokens, dispatch.prompt_tokens - 1)
+    return leg
 
 
 def _check_length(dispatch: Dispatch, role: Role, facts: RankFacts) -> None:

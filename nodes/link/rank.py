@@ -73,7 +73,7 @@ def hello_of(
         kv_capacity=facts.kv_capacity, max_running=facts.max_running, block_tokens=facts.block_tokens,
         running=running, started_us=started_us, wants_prompt=facts.wants_prompt,
         kv_transfer=facts.kv_transfer, kv_layout=facts.kv_layout, params=facts.params,
-        metrics=config.metrics, clients=clients, prefills=facts.prefills,
+        metrics=config.metrics, clients=clients, prefills=facts.prefills, reads_back=facts.reads_back,
     )  # fmt: skip
 
 

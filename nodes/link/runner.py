@@ -62,12 +62,33 @@ class Held(Struct, frozen=True):
 
 
 class Pull(Struct, frozen=True):
-    """A decode leg wants blocks `first` .. `first`+`count`-1 of its prefill rank; they come by `received`
-    (BlockRunner)."""
+    """A decode leg wants blocks `first` .. `first`+`count`-1 of its prefill rank, or a prefill leg those of its decode
+    rank; they come by `received` (BlockRunner)."""
 
     leg: Leg
     first: int
     count: int
+
+
+class Reads(Struct, frozen=True):
+    """A prefill leg has its memory, and wants to read what the decode rank of its request caches of the prompt."""
+
+    leg: Leg
+
+
+class HasRead(Struct, frozen=True):
+    """A prefill leg reads no more, after so many seconds: `tokens` of its prompt came from the decode rank."""
+
+    leg: Leg
+    tokens: int
+    seconds: float = 0.0
+
+
+class Lent(Struct, frozen=True):
+    """The first `blocks` blocks of a decode leg's prompt are kept here, for its prefill rank to read."""
+
+    leg: Leg
+    blocks: int
 
 
 class Fetched(Struct, frozen=True):
@@ -114,11 +135,13 @@ class Dead(Struct, frozen=True):
 
 
 Event: TypeAlias = (
-    Began | Output | PromptLogprobs | Held | Pull | Fetched | Finished | LegFailed | Stepped | CacheChanged | Dead
-)
+    Began | Output | PromptLogprobs | Held | Pull | Reads | HasRead | Lent | Fetched | Finished | LegFailed | Stepped
+    | CacheChanged | Dead
+)  # fmt: skip
 EVENTS = frozenset(
-    {Began, Output, PromptLogprobs, Held, Pull, Fetched, Finished, LegFailed, Stepped, CacheChanged, Dead}
-)
+    {Began, Output, PromptLogprobs, Held, Pull, Reads, HasRead, Lent, Fetched, Finished, LegFailed, Stepped,
+     CacheChanged, Dead}
+)  # fmt: skip
 Emit: TypeAlias = Callable[[Event], None]
 
 
@@ -169,5 +192,19 @@ class BlockRunner(Runner, Protocol):
         """Return the bytes of block `index` of a held leg, without a copy where possible."""
 
     def received(self, leg: Leg, index: int, data: bytes | memoryview, intact: bool, now: float) -> None:
-        """Take a block that a decode leg may have pulled. `intact` is false where its checksum was wrong: pull it
-        again."""
+        """Take a block that a leg may have pulled. `intact` is false where its checksum was wrong: pull it again."""
+
+
+class ReadingRunner(BlockRunner, Protocol):
+    """A runner whose prefill legs read back: those of ranks whose facts say so. `export` gives blocks that are lent,
+    too."""
+
+    def readable(self, leg: Leg, blocks: int, now: float) -> None:
+        """Pull those of the first `blocks` blocks that are not here, and then compute the rest; 0: compute what has not
+        come. It follows the leg's Reads, and ends with a HasRead."""
+
+    def lend(self, leg: Leg) -> None:
+        """Keep what is cached of the prompt of a decode leg, which was not started, until `reclaim`; emit Lent."""
+
+    def reclaim(self, leg: Leg) -> None:
+        """Keep it no longer."""

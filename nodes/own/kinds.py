@@ -76,7 +76,8 @@ def own_runner(config: NodeConfig, dp_rank: int, engine: Engine) -> OwnRunner:
     pool = BlockPool(spec.blocks, spec.block_tokens, record_events=keeps_prefixes)
     scheduler = Scheduler(pool, max_running=config.max_running, chunk_tokens=config.chunk_tokens)
     kv_events = KvEventLog(config.instance, dp_rank, spec.block_tokens) if keeps_prefixes else None
-    return OwnRunner(engine, scheduler, kv_events, decode_cache=decode_cache)
+    reads_back = decode_cache or config.role == "prefill"
+    return OwnRunner(engine, scheduler, kv_events, decode_cache=decode_cache, reads_back=reads_back)
 
 
 def _kind(name: str, max_running: int, chunk_tokens: int, demo: Demo | None) -> EngineKind:

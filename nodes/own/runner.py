@@ -10,6 +10,7 @@ import time
 from collections import deque
 
 from bus.runtime.logs import get_logger
+from bus.wire.hashing import block_hashes, root_of
 from bus.wire.messages import Load, TokenLogprobs
 from nodes.link.leg import Leg
 from nodes.link.runner import (
@@ -18,11 +19,14 @@ from nodes.link.runner import (
     Emit,
     Fetched,
     Finished,
+    HasRead,
     Held,
     LegFailed,
+    Lent,
     Output,
     Pull,
     RankFacts,
+    Reads,
     Stepped,
 )
 from nodes.own.engines.base import Engine, EngineSpec, StepResult
@@ -32,14 +36,15 @@ from nodes.own.scheduler import Scheduler
 from nodes.own.sequence import Sequence
 
 DAMAGED = "the model's answer is no number: its weights, or the KV cache of this request, are damaged"
+READ_STALL_S = 0.5  # for blocks that are read back: what does not come is computed
 MAX_RESTATED = 65_536  # blocks: as many as a controller keeps of a rank
 
 log = get_logger("node")
 
 
-def facts_of(spec: EngineSpec, max_running: int, *, decode_cache: bool = False) -> RankFacts:
+def facts_of(spec: EngineSpec, max_running: int, *, decode_cache: bool = False, reads_back: bool = False) -> RankFacts:
     """Return the description of a rank that runs an engine with this `spec`. With `decode_cache` it is a decode rank
-    that keeps its KV caches."""
+    that keeps its KV caches; `reads_back`: it lends them, or is a prefill rank that reads them."""
     return RankFacts(
         model=spec.model,
         max_context=spec.max_context,
@@ -52,25 +57,30 @@ def facts_of(spec: EngineSpec, max_running: int, *, decode_cache: bool = False) 
         params=(*spec.params, "cache_salt"),  # the scheduler's, whichever engine it has
         wants_prompt=decode_cache,  # the names of blocks are hashes of their ids
         prefills=decode_cache,
+        reads_back=reads_back,
     )
 
 
 class OwnRunner:
     """The runner of one rank, on the link's thread; its methods are those of `nodes.link.runner.BlockRunner`.
     `kv_events` turns changes of the prefix cache into messages; None: they are not published. `decode_cache`: it is a
-    decode rank that keeps the KV caches of what it ran, fetches only what it lacks, and takes unified legs."""
+    decode rank that keeps the KV caches of what it ran, fetches only what it lacks, and takes unified legs.
+    `reads_back`: it lends them to prefill ranks, or is a prefill rank that reads them."""
 
     def __init__(
-        self, engine: Engine, scheduler: Scheduler, kv_events: KvEventLog | None = None, *, decode_cache: bool = False
-    ) -> None:
+        self, engine: Engine, scheduler: Scheduler, kv_events: KvEventLog | None = None, *, decode_cache: bool = False,
+        reads_back: bool = False,
+    ) -> None:  # fmt: skip
         self.engine = engine
         self.scheduler = scheduler
-        self.facts = facts_of(engine.spec, scheduler.max_running, decode_cache=decode_cache)
+        self.facts = facts_of(engine.spec, scheduler.max_running, decode_cache=decode_cache, reads_back=reads_back)
         self._kv_events = kv_events
-        self._receiver = KvReceiver(window=window_for(engine.spec.block_bytes))
+        window = window_for(engine.spec.block_bytes)
+        self._fetches = KvReceiver(window=window)
+        self._reads = KvReceiver(window=window, stall_s=READ_STALL_S)
         self._output_tokens = 0
         self._restating: deque[int] = deque()  # names of blocks that were cached when `restate_cache` was called
-        self._fetching: dict[int, Sequence] = {}  # by the leg's `seq`, which names its sequence too
+        self._fetching: dict[int, Sequence] = {}  # by the leg's `seq`, which names its sequence too; reading ones, too
 
     def attach(self, emit: Emit) -> None:
         self._emit = emit
@@ -106,6 +116,7 @@ class OwnRunner:
                 hold=leg.role == "prefill",
                 offset=leg.offset,
                 leg=leg,
+                read=leg.read_tokens // self.facts.block_tokens,
             )
         )
 
@@ -148,10 +159,12 @@ class OwnRunner:
             self.engine.submit(plan, self._stepped)
         for sequence in self.scheduler.take_admitted():
             assert sequence.leg is not None
+            if not sequence.imported:
+                sequence.fetch_began = now
+                self._emit(Reads(sequence.leg))
+                continue
             assert sequence.leg.handle is not None
-            self._fetching[sequence.id] = sequence
-            missing = range(sequence.committed, sequence.leg.handle.blocks)  # the others are in the prefix cache
-            self._pull(sequence.leg, self._receiver.begin(sequence, missing, now))
+            self._fetch(sequence, sequence.leg.handle.blocks, now)
         begun = self.scheduler.begun
         while begun:
             sequence = begun.popleft()
@@ -180,19 +193,20 @@ class OwnRunner:
         for sequence in list(self._fetching.values()):
             assert sequence.leg is not None
             try:
-                self._pull(sequence.leg, self._receiver.tick(sequence, now))
+                self._pull(sequence.leg, self._receiver_of(sequence).tick(sequence, now))
             except FetchFailed as failure:
-                self._give_up(sequence.leg, failure)
+                self._give_up(sequence, failure, now)
 
     # --- KV blocks ----------------------------------------------------------------------------------------------
 
     def export(self, leg: Leg, index: int) -> memoryview:
-        """Return the bytes of block `index` of a leg whose KV cache is held here."""
-        return self.engine.export_block(self.scheduler.sequence(leg.seq).table[index])
+        """Return the bytes of block `index` of a leg whose KV cache is held, or lent, here."""
+        lent = self.scheduler.lent(leg.seq)
+        return self.engine.export_block((lent or self.scheduler.sequence(leg.seq).table)[index])
 
     def received(self, leg: Leg, index: int, data: bytes | memoryview, intact: bool, now: float) -> None:
-        """Take in a KV block of a leg's prompt: a damaged one is asked for again, and after the last one the leg
-        decodes. A block that was not asked for is ignored."""
+        """Take in a KV block of a leg's prompt: a damaged one is asked for again. After the last one the leg decodes,
+        or computes the rest of its prompt. A block that was not asked for is ignored."""
         sequence = self._fetching.get(leg.seq)
         if sequence is None or index not in sequence.missing:
             return  # a duplicate, or never asked for
@@ -200,12 +214,15 @@ class OwnRunner:
         if intact:
             self.engine.import_block(sequence.table[index], data)
         try:
-            self._pull(leg, self._receiver.received(sequence, index, intact, now))
+            self._pull(leg, self._receiver_of(sequence).received(sequence, index, intact, now))
         except FetchFailed as failure:
-            self._give_up(leg, failure)
+            self._give_up(sequence, failure, now)
             return
         if not sequence.missing:
             del self._fetching[leg.seq]
+            if not sequence.imported:
+                self._has_read(sequence, sequence.read, now)
+                return
             assert leg.handle is not None
             self.scheduler.start(leg.seq, leg.handle.first_token)
             self._emit(Fetched(leg, now - sequence.fetch_began, sequence.cached_tokens))
@@ -214,9 +231,59 @@ class OwnRunner:
         for first, count in spans:
             self._emit(Pull(leg, first, count))
 
-    def _give_up(self, leg: Leg, failure: FetchFailed) -> None:
+    def _fetch(self, sequence: Sequence, blocks: int, now: float) -> None:
+        """Begin to fetch what is not in the prefix cache of the first `blocks` blocks."""
+        assert sequence.leg is not None
+        self._fetching[sequence.id] = sequence
+        missing = range(sequence.committed, blocks)
+        self._pull(sequence.leg, self._receiver_of(sequence).begin(sequence, missing, now))
+
+    def _receiver_of(self, sequence: Sequence) -> KvReceiver:
+        return self._fetches if sequence.imported else self._reads
+
+    def _give_up(self, sequence: Sequence, failure: FetchFailed, now: float) -> None:
+        """End the leg, or compute what could not be read."""
+        leg = sequence.leg
+        assert leg is not None
+        if not sequence.imported:
+            self.readable(leg, 0, now)
+            return
         self.cancel(leg)
         self._emit(LegFailed(leg, "kv_failed", str(failure)))
+
+    # --- read back ----------------------------------------------------------------------------------------------
+
+    def readable(self, leg: Leg, blocks: int, now: float) -> None:
+        """Pull those of the first `blocks` blocks of a prefill leg's prompt that are not here; 0: compute what has not
+        come."""
+        sequence = self.scheduler.sequence(leg.seq)
+        reading = self._fetching.pop(leg.seq, None) is not None
+        blocks = min(blocks, (leg.prompt_tokens - 1) // self.facts.block_tokens)  # the last token is always computed
+        if blocks > sequence.committed and not reading:
+            sequence.read = blocks
+            self._fetch(sequence, blocks, now)
+        elif reading:
+            self._has_read(sequence, min(sequence.missing), now)
+        else:
+            self._has_read(sequence, sequence.committed, now)
+
+    def _has_read(self, sequence: Sequence, blocks: int, now: float) -> None:
+        leg = sequence.leg
+        assert leg is not None
+        sequence.missing, sequence.unasked = {}, range(0)
+        tokens = self.scheduler.has_read(leg.seq, blocks)
+        self._emit(HasRead(leg, tokens, now - sequence.fetch_began))
+
+    def lend(self, leg: Leg) -> None:
+        """Keep what is cached of a decode leg's prompt, for its prefill rank to read, until `reclaim`."""
+        size = self.facts.block_tokens
+        blocks = (leg.prompt_tokens - 1) // size
+        hashes = block_hashes(leg.prompt[: blocks * size], size, root_of(leg.params.cache_salt))
+        self._emit(Lent(leg, self.scheduler.lend(leg.seq, hashes)))
+
+    def reclaim(self, leg: Leg) -> None:
+        """Keep it no longer."""
+        self.scheduler.reclaim(leg.seq)
 
     # --- the engine ---------------------------------------------------------------------------------------------
 

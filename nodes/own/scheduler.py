@@ -22,6 +22,8 @@ from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Row, StepPlan, StepResult
 from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
 
+LENT_PART = 0.5  # of the blocks, at most
+
 
 class Scheduler:
     """The scheduler of one rank; a sequence is named by its id. Calls may come in any order; `plan` and `complete`
@@ -45,6 +47,7 @@ class Scheduler:
         self.begun: deque[Sequence] = deque(maxlen=max_running)  # admitted, prompt computed here; the owner takes them
         self._in_step: list[Sequence] = []  # in the order of the plan's rows
         self._held = 0  # sequences in phase HELD
+        self._lent: dict[int, list[int]] = {}  # blocks kept for another rank, by the id of a sequence to come
         self._waiting_tokens = 0
         self._kv_tokens = 0
 
@@ -101,8 +104,10 @@ class Scheduler:
         self._sequences[sequence.id] = sequence
         self._shares.came(sequence.client)
         self.prompt_tokens_total += len(sequence.prompt)
-        cached = len(self.pool.match_prefix(self._reusable(sequence))) * self.pool.block_tokens
-        self._expect(sequence, len(sequence.prompt) - cached)
+        reusable = self._reusable(sequence)
+        sequence.read = min(sequence.read, len(reusable))
+        here = max(len(self.pool.match_prefix(reusable)), sequence.read)
+        self._expect(sequence, len(sequence.prompt) - here * self.pool.block_tokens)
         sequence.phase = Phase.PARKED
         if not parked:
             self.unpark(sequence.id)
@@ -115,8 +120,9 @@ class Scheduler:
         self._queue.add(sequence)
 
     def take_admitted(self) -> list[Sequence]:
-        """Admit what there is space for, and return the imported sequences admitted since the last call: the caller
-        fills their `table` with KV, then calls `start`."""
+        """Admit what there is space for, and return the sequences admitted since the last call whose KV comes from
+        elsewhere: the caller fills their `table` with it, then calls `start` for imported ones, `has_read` for those
+        that read a part."""
         self._admit()
         if not self._admitted:
             return []
@@ -134,6 +140,42 @@ class Scheduler:
         sequence.phase = Phase.DECODING
         if sequence.hashes:
             self._commit(sequence)
+
+    def has_read(self, seq: int, blocks: int) -> int:
+        """Let a sequence compute the rest of its prompt: its first `blocks` blocks are in `table` now. Return how many
+        tokens that spares it."""
+        sequence = self._sequences[seq]
+        assert sequence.phase is Phase.FETCHING, sequence
+        sequence.read = 0
+        tokens = blocks * self.pool.block_tokens - sequence.computed
+        sequence.cached_tokens += tokens
+        self.cached_tokens_total += tokens
+        self._hold(sequence, tokens)
+        self._expect(sequence, len(sequence.prompt) - sequence.computed)
+        sequence.phase = Phase.PROMPT
+        self._commit(sequence)
+        self.begun.append(sequence)
+        return tokens
+
+    def lend(self, seq: int, hashes: Seq[int]) -> int:
+        """Keep the cached blocks of a prompt with these `hashes` until `reclaim`, and return how many: none if more
+        than LENT_PART of the memory would be kept so. `seq` names them; its sequence may come meanwhile."""
+        shared = self.pool.match_prefix(hashes)
+        lent = sum(len(table) for table in self._lent.values())
+        if seq in self._lent or lent + len(shared) > self.pool.blocks * LENT_PART:
+            return 0
+        taken = self.pool.take(len(shared), hashes)
+        assert taken is not None, "cached blocks can always be held"
+        self._lent[seq] = taken[0]
+        return len(shared)
+
+    def lent(self, seq: int) -> list[int] | None:
+        """Return the blocks that `lend` keeps; None: there are none."""
+        return self._lent.get(seq)
+
+    def reclaim(self, seq: int) -> None:
+        """Keep what was lent no longer."""
+        self.pool.release(self._lent.pop(seq, []))
 
     def cancel(self, seq: int) -> bool:
         """Remove a sequence and free its blocks (after the running step, if it takes part). Return false when it is
@@ -273,12 +315,14 @@ class Scheduler:
             self.cached_tokens_total += sequence.cached_tokens
             self.admitted_tokens_total += len(sequence.prompt)
             self._hold(sequence, sequence.cached_tokens)
-            self._expect(sequence, len(sequence.prompt) - sequence.cached_tokens)
-            sequence.phase = Phase.FETCHING if sequence.imported else Phase.PROMPT
+            reads = sequence.read > shared
+            if not reads:
+                self._expect(sequence, len(sequence.prompt) - sequence.cached_tokens)
+            sequence.phase = Phase.FETCHING if sequence.imported or reads else Phase.PROMPT
             self._running[sequence.id] = sequence
             if holdings is not None:
                 holdings.add(sequence)
-            if sequence.imported:
+            if sequence.phase is Phase.FETCHING:
                 self._admitted.append(sequence)
             else:
                 self.begun.append(sequence)
@@ -343,6 +387,7 @@ class Scheduler:
         assert len(self._running) <= self.max_running
         assert self._held == sum(s.phase is Phase.HELD for s in live)
         assert self.waiting == sum(s.phase in (Phase.PARKED, Phase.WAITING) for s in live)
-        assert len({block for s in live for block in s.table}) == self.pool.held
+        held = [*(s.table for s in live), *self._lent.values()]
+        assert len({block for table in held for block in table}) == self.pool.held
         assert all(s.computed <= len(s.table) * self.pool.block_tokens for s in live)
         assert {s for s in live if s.fed} == set(self._in_step)

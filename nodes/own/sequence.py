@@ -45,6 +45,7 @@ class Sequence:
     offset: int = 0
     hashes: MutableSequence[int] | None = None
     leg: Leg | None = None
+    read: int = 0  # blocks of the prompt that another rank has: those that are not here are read before it is computed
 
     # the scheduler's
     phase: Phase = Phase.WAITING

@@ -26,7 +26,7 @@ from controller.load.table import LoadTable
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.guard import overrides
 from controller.policies.registry import find, unknown
-from controller.requests.request import LegRun
+from controller.requests.request import ROLES, LegRun
 from pdbus.lab.config import LabConfig
 
 EPOCH = 1  # of every virtual rank: none restarts
@@ -165,6 +165,7 @@ class TableChooser(BaseChooser):
                 instance=role, dp_rank=dp_rank, epoch=EPOCH, role=role, model="sim", dp_size=ranks, state="ready",
                 endpoint="", max_context=0, kv_capacity=memory,  # 0: no matter
                 max_running=0, block_tokens=block_tokens, prefills=role == "decode" and config.decode_prefills,
+                reads_back=config.decode_cache and role in ROLES["pair"],
             )  # fmt: skip
             self._ranks.append(self.balancer.opened(hello, ready=True))
         self._group = self.table.group(role)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 from test_cluster_live import settled
@@ -86,7 +89,7 @@ def test_without_a_prefill_rank_decode_ranks_do_it_all(pdbus_cluster: Factory) -
 
 
 def test_turns_of_a_real_model_are_those_of_one_engine(pdbus_cluster: Factory) -> None:
-    """Computed at decode from fetched and generated blocks, and at prefill with a part fetched."""
+    """Computed at decode from fetched and generated blocks, and at prefill, where decode fetches a part."""
     cluster = pdbus_cluster(
         prefill=1, decode=1, engine="numpy", model="tiny", decode_method="least_cost", decode_args=("--decode-cache",)
     )
@@ -103,4 +106,43 @@ def test_turns_of_a_real_model_are_those_of_one_engine(pdbus_cluster: Factory) -
         assert trips == ["pair", "at decode", "pair", "at decode"]
         command = [sys.executable, "-m", "pdbus", "status", "--controller", cluster.controller]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        assert "trips: at_decode 2, delta 1, whole 1" in " ".join(shown.split())
+        trips = r"trips: at_decode 2, (delta|read_back) 1, whole 1"  # by how long a token takes here
+        assert re.search(trips, " ".join(shown.split()))
+
+
+READS = """from controller.policies.least_cost import LeastCost
+
+class Reads(LeastCost):
+    def read_back(self, rank, prefill, request):
+        return True
+"""
+
+
+@pytest.mark.parametrize("engine", ["sim", "numpy"])
+def test_a_prefill_rank_reads_what_the_decode_rank_has(pdbus_cluster: Factory, tmp_path: Path, engine: str) -> None:
+    """Each turn is at the other prefill rank, which has computed nothing of the last one."""
+    (tmp_path / "reads.py").write_text(READS)
+    cluster = pdbus_cluster(
+        prefill=2, decode=1, engine=engine, model="" if engine == "sim" else "tiny", prefill_method="round_robin",
+        decode_method=f"{tmp_path}/reads.py:Reads", decode_args=("--decode-cache",),
+        controller_args=("--prefill-at", "prefill"),
+    )  # fmt: skip
+    alone = sim_generate if engine == "sim" else partial(generate_alone, "tiny", engine="numpy")
+    with cluster.client() as client:
+        prompt = [(7 * n) % 200 for n in range(5 * SIZE + 3)]
+        cached, rids = [], []
+        for turn in range(3):
+            result = client.generate_tokens(prompt, max_tokens=12, block_tokens=SIZE, ignore_eos=True).result
+            assert list(result.ids) == alone(prompt, 12)
+            cached.append(result.cached_tokens)
+            rids.append(result.rid)
+            prompt = [*prompt, *result.ids, 5 + turn]
+            settled(client.status)
+        assert cached == [0, 5 * SIZE, 6 * SIZE], "the last token of an answer was never computed"
+        (told,) = [
+            event.detail for part in client.trace(rids[1]).parts for event in part.events if event.what == "read"
+        ]
+        assert told == f"{5 * SIZE} tokens of the decode rank"
+        command = [sys.executable, "-m", "pdbus", "status", "--controller", cluster.controller]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert "trips: read_back 2, whole 1" in " ".join(shown.split())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from legs_world import VOCAB, Rank, World
 
-from bus.wire.messages import CancelLeg, Ended, KvBlock, KvDone, Tokens
+from bus.wire.messages import CancelLeg, Ended, KvBlock, KvDone, ReadBack, Tokens
 from nodes.own.engines.sim import sim_generate
 
 NAMES = ("p0", "p1", "d0", "d1")
@@ -28,7 +28,8 @@ class LegsMachine(RuleBasedStateMachine):
         self.world = World()
         for name in NAMES:
             role, caches = ("prefill", False) if name[0] == "p" else ("decode", int(name[1]) < cached)
-            Rank(self.world, role, name, blocks=24, decode_cache=caches)  # type: ignore[arg-type]
+            reads = caches or role == "prefill"
+            Rank(self.world, role, name, blocks=24, decode_cache=caches, reads_back=reads)  # type: ignore[arg-type]
         self.world.tamper = self.tamper
         self.world.jitter = lambda: self.rng.random() * 0.01
         self.world.copies = lambda: 2 if self.rng.random() < 0.1 else 1
@@ -67,7 +68,9 @@ class LegsMachine(RuleBasedStateMachine):
             target.read(rid, attempt, len(target.tokens.get(rid, [])))
             self.dispatch(target.name, rid, attempt, **({"prefill": source.location} if told else {}))
         if not source.dead:
-            self.dispatch(source.name, rid, attempt)
+            reads = told and self.rng.random() < 0.7
+            read = {"read_back": ReadBack(target.location, 4 * self.rng.randrange(10))} if reads else {}
+            self.dispatch(source.name, rid, attempt, **read)
 
     @rule(
         length=st.integers(1, 24),
@@ -80,7 +83,7 @@ class LegsMachine(RuleBasedStateMachine):
     def submit(self, length: int, max_tokens: int, prefill: int, decode: int, told: bool, follows: bool) -> None:
         rid = f"r{len(self.prompts)}"
         before = self.rng.choice([*self.prompts.values()]) if follows and self.prompts else []
-        self.prompts[rid] = [*before[:12], *(3 + self.rng.randrange(4) for _ in range(length))]
+        self.prompts[rid] = [*before[:16], *(3 + self.rng.randrange(4) for _ in range(length))]
         self.max_tokens[rid] = max_tokens
         self.attempts[rid] = 1
         self.run_pair(rid, prefill, decode, told)

@@ -7,10 +7,21 @@ import random
 from dataclasses import replace
 from itertools import count
 
+from bus.wire.messages import Submit
+from controller.load.rank import RankLoad
+from controller.policies.least_cost import LeastCost
 from simulation.small import draw_small
 from simulation.spec import VOCAB, RequestSpec, Spec, draw
 
+READS = f"{__name__}:Reads"
 LONGEST = 120  # tokens of a prompt
+
+
+class Reads(LeastCost):
+    """What decode has is read back however little it is: prompts are short here."""
+
+    def read_back(self, rank: RankLoad, prefill: RankLoad, request: Submit) -> bool:
+        return True
 
 
 def draw_cached(seed: int) -> Spec:
@@ -19,7 +30,7 @@ def draw_cached(seed: int) -> Spec:
     worlds = draw_small if rng.random() < 0.7 else draw
     spec = next(each for each in map(worlds, count(seed * 1_000)) if each.paired)
     settings = dict(spec.settings) | {"prefill_method": rng.choice(("cache_aware", "total_tokens"))}
-    settings["decode_method"] = rng.choice(("least_cost", "least_cost", "least_cost", "cache_aware", "total_requests"))
+    settings["decode_method"] = rng.choice(("least_cost", READS, READS, "cache_aware", "total_requests"))
     settings["prefill_at"] = rng.choice(("auto", "auto", "auto", "decode", "prefill"))
     return replace(
         spec, seed=seed, decode_cache=True, settings=tuple(settings.items()), kv_tokens=rng.choice((256, 1024)),

@@ -24,6 +24,7 @@ from bus.wire.messages import (
     KvPull,
     Location,
     Params,
+    ReadBack,
     Role,
     Tokens,
 )
@@ -89,7 +90,7 @@ class Rank:
 
     def __init__(
         self, world: World, role: Role, name: str, blocks: int = 64, limits: Limits | None = None,
-        runner: Runner | None = None, decode_cache: bool = False,
+        runner: Runner | None = None, decode_cache: bool = False, reads_back: bool = False,
     ) -> None:  # fmt: skip
         self.world = world
         self.name = name
@@ -98,7 +99,9 @@ class Rank:
         self.pool = BlockPool(blocks, 4)
         self.scheduler = Scheduler(self.pool, max_running=4, chunk_tokens=8)
         self.streams = Streams()
-        self.runner: Any = runner or OwnRunner(self.engine, self.scheduler, decode_cache=decode_cache)
+        self.runner: Any = runner or OwnRunner(
+            self.engine, self.scheduler, decode_cache=decode_cache, reads_back=reads_back
+        )
         self.core = RankCore(role, 0, self.runner.facts, self.streams, self.runner.load, limits)
         self.driver = RankDriver(self.core, self.runner, self._do, world.clock)
         self.tokens: dict[str, list[int]] = {}
@@ -257,7 +260,10 @@ PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
 
 
 def start(pair: tuple[Rank, Rank], rid: str = "r", prompt: list[int] = PROMPT, **changes: Any) -> None:
+    """Dispatch a pair. `read_tokens` is the prefill leg's alone: it reads back."""
     prefill, decode = pair
+    tokens = changes.pop("read_tokens", None)
+    read = {} if tokens is None else {"read_back": ReadBack(decode.location, tokens)}
     decode.read(rid, changes.get("attempt", 1))
     decode.dispatch(rid, prompt, prefill=prefill.location, **changes)
-    prefill.dispatch(rid, prompt, **changes)
+    prefill.dispatch(rid, prompt, **changes, **read)

@@ -9,7 +9,7 @@ import pytest
 from controller_world import P, World, hello, peer_of, submit
 from msgspec.structs import replace
 
-from bus.wire.messages import Accepted, Dispatch, Done, Ended, Hello, Progress, Submit
+from bus.wire.messages import Accepted, Dispatch, Done, Ended, Hello, Progress, ReadBack, Submit
 from controller.balancer import Balancer, Placed
 from controller.events import FromNode
 from controller.load.rank import RankLoad
@@ -22,9 +22,13 @@ SIZE = 16
 
 
 class Pairs:
-    """One prefill rank and two decode ranks, which compute prompts too."""
+    """One prefill rank and two decode ranks, which compute prompts too. `reads_back`: which roles do."""
 
-    def __init__(self, decode: str = "least_cost", *, prefills: bool = True, prefill_at: str = "auto") -> None:
+    def __init__(
+        self, decode: str = "least_cost", *, prefills: bool = True, prefill_at: str = "auto",
+        reads_back: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.reads_back = reads_back
         methods = {"prefill": "cache_aware", "decode": decode, "unified": "round_robin"}
         policies = {role: make_policy(name, PolicySettings(role)) for role, name in methods.items()}  # type: ignore[arg-type]
         self.table = LoadTable(1)
@@ -36,6 +40,7 @@ class Pairs:
         hello = Hello(
             instance=role, dp_rank=number, epoch=1, role=role, model="m", dp_size=2, state="ready", endpoint="",  # type: ignore[arg-type]
             max_context=0, kv_capacity=0, max_running=0, block_tokens=SIZE, prefills=prefills,
+            reads_back=role in self.reads_back,
         )  # fmt: skip
         return self.balancer.opened(hello, ready=True)
 
@@ -111,6 +116,46 @@ def test_ranks_without_a_cache_are_asked_nothing() -> None:
     assert placed.predicted is None
 
 
+BOTH = ("prefill", "decode")
+
+
+def test_prefill_reads_back_what_decode_has_where_that_is_quicker() -> None:
+    """At 0.1 ms a token and 5 ms for the question: 51 tokens and more."""
+    for blocks, read in ((3, 0), (4, 64), (9, 144)):
+        world = Pairs(prefill_at="prefill", reads_back=BOTH)
+        world.caches(world.decode[1], blocks)
+        placed = world.place()
+        assert at(placed) == ["prefill at prefill-0", "decode at decode-1"]
+        assert [leg.read for leg in placed.legs] == [read, 0]
+        assert placed.legs[0].charge == 10 * SIZE + 8 - read, "it is charged what it must compute"
+
+
+def test_nothing_is_read_that_prefill_has_or_that_one_of_the_two_cannot() -> None:
+    world = Pairs(prefill_at="prefill", reads_back=BOTH)
+    world.caches(world.decode[1], 5)
+    world.caches(world.prefill, 5)
+    assert world.place().legs[0].read == 0
+    for roles in ((), ("prefill",), ("decode",)):
+        world = Pairs(prefill_at="prefill", reads_back=roles)
+        world.caches(world.decode[1], 9)
+        assert world.place().legs[0].read == 0
+    world = Pairs("cache_aware", prefill_at="prefill", reads_back=BOTH)
+    world.caches(world.decode[1], 9)
+    assert world.place().legs[0].read == 0, "a method that does not say so"
+
+
+def test_that_prefill_can_read_back_makes_a_pair_cheaper() -> None:
+    """Decode lacks 72 of 168 tokens and has six requests; prefill has 120 queued and lacks all, of which it can read
+    96."""
+    for roles, legs in (((), 1), (BOTH, 2)):
+        world = Pairs(reads_back=roles)
+        world.caches(world.decode[1], 6)
+        world.busy(world.decode[1], 6, 6)
+        world.busy(world.decode[0], 9, 900)
+        world.busy(world.prefill, 1, 150)
+        assert len(world.place().legs) == legs
+
+
 def test_without_a_ready_prefill_rank_decode_does_it_all() -> None:
     world = Pairs()
     world.table.set_ready(world.prefill, False)
@@ -166,6 +211,27 @@ def test_the_other_trips_are_told_apart_by_what_decode_had(cached: int, trip: st
     world.progress(D[decode.dp_rank], started=[decode])
     world.progress(D[decode.dp_rank], ended=[decode], cached_tokens=cached)
     assert {name: count for name, count in world.core.counts.items() if name.startswith("trip_")} == {trip: 1}
+
+
+def test_what_is_read_back_stands_in_the_dispatch_of_prefill_and_is_counted() -> None:
+    prefill, decode = replace(P[0], reads_back=True), replace(D[0], reads_back=True)
+    world = World(decode_method="least_cost", prefill_method="cache_aware", prefill_at="prefill")
+    for node in (prefill, decode):
+        world.join(node)
+    hashes = array("Q", range(1, 6)).tobytes()
+    load = world.rank(decode)
+    world.core.balancer.policies["decode"].stored(load, list(range(1, 6)))
+    world.submit(submit("r", "pair", prompt_tokens=100, block_tokens=16, block_hashes=hashes))
+    first, second = world.dispatches()
+    assert (first.leg, first.read_back) == ("prefill", ReadBack(load.location, 80))
+    assert (second.leg, second.read_back) == ("decode", None)
+    assert (first.charge, second.charge) == (20, 20)
+    world.progress(prefill, started=[first], ended=[first])
+    world.progress(decode, started=[second])
+    world.progress(decode, ended=[second], cached_tokens=80)
+    assert {name: count for name, count in world.core.counts.items() if name.startswith("trip_")} == {
+        "trip_read_back": 1
+    }
 
 
 def test_the_trip_and_its_predictions_are_in_the_trace() -> None:
