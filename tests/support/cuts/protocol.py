@@ -205,7 +205,7 @@ CUTS: tuple[Cut | Uncut, ...] = (
     Cut("M81", "unit/test_kv_fetch.py::test_an_engines_own_handle_is_given_to_one_puller_alone",
         "nodes.link.sender:KvSender.pull", "leg.handle_data and leg.given", "False"),
     Cut("M96", "unit/test_read_back.py::test_what_is_lent_is_not_evicted_and_an_end_takes_it_back",
-        "nodes.own.scheduler:Scheduler.lend", "self._lent[seq] = taken[0]", "self.pool.release(taken[0])"),
+        "nodes.link.read_back:KvLender.tick", "now - leg.borrowed_at >= LEND_S", "True"),
     Cut("M97", "unit/test_read_back.py::test_a_decode_rank_that_does_not_answer_is_waited_for_in_bounds",
         "nodes.link.read_back:KvReader.tick", "if now >= leg.read_until:", "if False:"),
     Cut("M87", "unit/test_rooms_of_clients.py::test_two_clients_that_name_one_room_each_get_their_own_answer",
