@@ -35,8 +35,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 def settle(cluster: Cluster) -> None:
-    """For a lease after its start a controller refuses nothing for good that rests on who is there."""
-    with Client(cluster.controller, retries=0) as client:
+    """For a lease after its start a controller refuses nothing for good that rests on who is there. (The client tries
+    again ever later.)"""
+    with Client(cluster.controller) as client:
         code = "no_rank"
         while code == "no_rank":
             with pytest.raises(RequestFailed) as caught:

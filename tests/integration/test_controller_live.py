@@ -90,6 +90,7 @@ def status_until(client: Client, true: Callable[[Status], bool]) -> Status:
         if true(status):
             return status
         assert time.monotonic() < until, status
+        client.read(0.02)  # nothing comes unasked
 
 
 def test_a_pair_from_submit_to_done_with_its_payload_untouched(sockets: Sockets, config: ControllerConfig) -> None:
@@ -410,8 +411,9 @@ def test_ready_tells_whether_requests_would_be_served(config: ControllerConfig, 
         end = time.monotonic() + WAIT_S
         while (said := ready()) != ((503, f"{trouble}\n") if trouble else (200, "ok\n")):
             assert time.monotonic() < end, said
+            time.sleep(0.02)
             for node in nodes:
-                node.read(0.02)
+                node.read()
 
     nodes: list[Node] = []
     with Controller(replace(config, metrics_port=port)):
