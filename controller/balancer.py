@@ -80,8 +80,7 @@ class Balancer:
         for role, policy in policies.items():
             if role != "prefill" and policy.counts_queue_only:
                 table.count_queue_only(role)
-            depth = None if policy.prefixes is None else policy.prefixes.depth
-            costs.add(role, table, depth, self.speeds, partial(self._choice, role))
+            costs.add(role, table, policy.prefixes, self.speeds, partial(self._choice, role))
             policy.begin(costs)
         self.tick(now)  # what a policy expects for a while is counted from this time on
 

@@ -4,8 +4,8 @@ nothing and computes nothing before it is asked; speeds are learnt from the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from bus.wire.hashing import unpack_hashes
 from bus.wire.messages import Model, Role, Submit
@@ -14,13 +14,15 @@ from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.speeds import Speeds, queued_tokens
 
-Depth: TypeAlias = Callable[[int, Sequence[int]], int]  # blocks at the head of a prompt that a slot's rank caches
+if TYPE_CHECKING:
+    from controller.policies.prefix_index import PrefixIndex
+
 Choice: TypeAlias = Callable[[Submit], RankLoad | None]  # the rank that a request's leg would go to now
 
 
 class _Known(NamedTuple):
     table: LoadTable
-    depth: Depth | None
+    prefixes: PrefixIndex | None
     speeds: Callable[[], Speeds]
     choice: Choice
 
@@ -34,10 +36,10 @@ class Costs:
         self._of: dict[Role, _Known] = {}
 
     def add(
-        self, role: Role, table: LoadTable, depth: Depth | None, speeds: Callable[[], Speeds], choice: Choice
+        self, role: Role, table: LoadTable, prefixes: PrefixIndex | None, speeds: Callable[[], Speeds], choice: Choice
     ) -> None:
         """Set where the figures of a role's ranks come from. Policies do not call it."""
-        self._of[role] = _Known(table, depth, speeds, choice)
+        self._of[role] = _Known(table, prefixes, speeds, choice)
 
     def view(self, role: Role, model: Model = "") -> View:
         """Return the ranks of a role, of one model where that is named."""
@@ -61,12 +63,19 @@ class Costs:
 
     def cached(self, rank: RankLoad, request: Submit) -> int:
         """Return the tokens of the request's prompt that `rank` caches, by the index of its role's policy
-        (`PrefixPolicy`), without the last one, which is always computed. O(blocks)."""
+        (`PrefixPolicy`), without the last one, which is always computed; of a request without hashes, as its session
+        was there. O(blocks)."""
         known, size = self._of.get(rank.info.role), request.block_tokens
-        depth = None if known is None else known.depth
-        if depth is None or not request.block_hashes or rank.info.block_tokens != size:
+        prefixes = None if known is None else known.prefixes
+        if prefixes is None:
             return 0
-        return min(depth(rank.slot, unpack_hashes(request.block_hashes)) * size, request.prompt_tokens - 1)
+        if not request.block_hashes:
+            tokens = prefixes.sessions.tokens(request.session, rank.slot) if request.session else 0
+        elif rank.info.block_tokens == size:
+            tokens = prefixes.depth(rank.slot, unpack_hashes(request.block_hashes)) * size
+        else:
+            return 0
+        return min(tokens, request.prompt_tokens - 1)
 
     def pace(self, rank: RankLoad) -> float:
         """Return the seconds of a rank's time for each prompt token that it computes, as reports of prefill and unified

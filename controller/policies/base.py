@@ -142,7 +142,8 @@ class PrefixPolicy(Policy):
     def work(self, request: Submit) -> int:
         """Return what the rank that caches most of the request would compute."""
         if not request.block_hashes:
-            return request.prompt_tokens
+            place = self.prefixes.sessions.place(request.session) if request.session else None
+            return request.prompt_tokens if place is None else max(1, request.prompt_tokens - place[1])
         depth = 0
         for depth, _ in self.prefixes.runs(unpack_hashes(request.block_hashes)):  # noqa: B007
             pass
@@ -152,14 +153,19 @@ class PrefixPolicy(Policy):
         """Return what the rank must compute, where its tokens are those that wait. (With the whole prompt, a rank
         looked busy until it reported, with what it caches, and the next prompt with the same prefix went elsewhere.)
         Return what the request will hold at other ranks."""
-        if not request.block_hashes or not rank.counts_queue_only:
+        if not rank.counts_queue_only or not (request.block_hashes or request.session):
             return request.prompt_tokens
+        if not request.block_hashes:
+            return max(1, request.prompt_tokens - self.prefixes.sessions.tokens(request.session, rank.slot))
         depth = self.prefixes.depth(rank.slot, unpack_hashes(request.block_hashes))
         return max(1, request.prompt_tokens - depth * request.block_tokens)
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
-        """Expect that the rank will soon hold the prompt's prefix, if its blocks have the request's size."""
-        if request.block_hashes and rank.info.block_tokens == request.block_tokens:
+        """Expect that the rank will soon hold the prompt's prefix, if its blocks have the request's size; or, without
+        hashes, that it holds the request's session."""
+        if request.session and not request.block_hashes:
+            self.prefixes.sessions.went(request.session, rank.slot, request.prompt_tokens)
+        elif request.block_hashes and rank.info.block_tokens == request.block_tokens:
             self.prefixes.expected(rank.slot, unpack_hashes(request.block_hashes))
 
     def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:

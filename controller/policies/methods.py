@@ -57,11 +57,12 @@ class FollowBootstrapRoom(Policy):
 
 class CacheAware(PrefixPolicy):
     """Pick the rank with the least (tokens queued + tokens of this prompt that it would have to compute): a cached
-    prefix wins unless the queue there costs more than the prefix saves.
+    prefix wins unless the queue there costs more than the prefix saves. Of a request without hashes that says its
+    session, the session's last rank is taken to cache the last prompt.
 
     `cache_weight` multiplies the tokens to compute: above 1 holds on to caches longer (fewer tokens computed in all),
-    below 1 spreads sooner. Ties as elsewhere: fewer requests, then the longest without a turn. Requests without hashes,
-    or hashed in blocks of another size than a rank's, count as cached nowhere, which is `total_tokens`.
+    below 1 spreads sooner. Ties as elsewhere: fewer requests, then the longest without a turn. Requests without hashes
+    and session, or hashed in blocks of another size than a rank's, count as cached nowhere, which is `total_tokens`.
 
     Of ranks that hold the same run of blocks the least loaded is the best. So one candidate stands for each depth at
     which the holders of the prompt get fewer, and the least loaded of all stands for those that hold less than it does.
@@ -76,8 +77,10 @@ class CacheAware(PrefixPolicy):
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         best = view.least(Metric.TOKENS)
+        if best is None or not request.block_hashes:
+            return self._of_session(view, request, best) if best is not None and request.session else best
         size = request.block_tokens
-        if best is None or not request.block_hashes or not (usable := view.same_block_size(size)):
+        if not (usable := view.same_block_size(size)):
             return best
         hashes, weight = unpack_hashes(request.block_hashes), self.weight
         compute = max(1, request.prompt_tokens)
@@ -99,3 +102,14 @@ class CacheAware(PrefixPolicy):
             if rank.tokens + at_least > least or (rank is chosen and not holders & (holders - 1)):
                 break
         return chosen
+
+    def _of_session(self, view: View, request: Submit, best: RankLoad) -> RankLoad:
+        """Return the rank where the request's session was, unless it has no credit or its queue costs more than the
+        session's prefix saves; else `best`."""
+        place = self.prefixes.sessions.place(request.session)
+        rank = None if place is None else view.least_loaded(1 << place[0])
+        if place is None or rank is None:
+            return best
+        compute = max(1, request.prompt_tokens)
+        lacks = max(1, compute - place[1])
+        return rank if rank.tokens + self.weight * lacks <= best.tokens + self.weight * compute else best

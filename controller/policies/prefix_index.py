@@ -22,6 +22,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 from controller.policies.holders import Holders, as_array
+from controller.policies.sessions import Sessions
 
 CONFIRMED = float("inf")
 MAX_COMING = 64  # prompts that are expected, and not worked in yet
@@ -65,6 +66,7 @@ class PrefixIndex:
         self._void = 0  # entries in it that are given up
         self._order = 0
         self._coming: list[tuple[int, array[int]]] = []  # expected, not worked in yet: slots, and their hashes
+        self.sessions = Sessions()  # of requests without hashes
 
     def __len__(self) -> int:
         """Return the number of entries of all ranks together."""
@@ -75,6 +77,7 @@ class PrefixIndex:
         """Set the time in seconds; expected entries that were not confirmed in time are dropped. An earlier time than
         the last one changes nothing."""
         self.catch_up()
+        self.sessions.advance(now)
         self._now = max(self._now, now)
         while self._expiries and self._expiries[0][0] <= self._now:
             self._expire()
@@ -102,6 +105,7 @@ class PrefixIndex:
     def forget(self, slot: int) -> None:
         """Remove everything of a rank that restarted, cleared its cache or is gone."""
         self.catch_up()
+        self.sessions.forget(slot)
         rank = self._ranks.pop(slot, None)
         if rank is not None:
             self._holders.remove_all(rank.bit, rank.blocks)
@@ -184,6 +188,7 @@ class PrefixIndex:
     def validate(self, slots: Container[int] = range(1 << 16)) -> None:
         """Check that both directions agree, bounds hold, and no ranks but `slots` are known (for tests)."""
         self.catch_up()
+        self.sessions.validate()
         holders: dict[int, int] = {}
         for slot, rank in self._ranks.items():
             assert rank.bit == 1 << slot
