@@ -150,7 +150,7 @@ def _deaths(world: World, rid: str) -> int:
 def _work(core: Any, request: Any) -> int:
     """Return the prompt tokens that its first rank has to compute, where that depends on no cache."""
     first = ROLES[request.submit.leg][0]
-    return request.work if core.config.methods[first] == "cache_aware" else request.submit.prompt_tokens
+    return request.submit.prompt_tokens if core.policies[first].prefixes is None else request.work
 
 
 def _readers(world: World, node: NodeProcess) -> None:
