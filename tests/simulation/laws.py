@@ -12,7 +12,7 @@ from simulation.broken import Broken
 from simulation.ledger import POISON, may_die_of
 from simulation.network import RECONNECT_MAX_S
 from simulation.process import NodeProcess, Process
-from simulation.spec import VOCAB, Fault
+from simulation.spec import HOLD_S, VOCAB, Fault
 from simulation.story import message_in
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ def end(world: World, asked: Asked) -> None:
     if why := _no_cause(world, asked, "cancelled" if cancelled else result.code):
         raise broken("no end without a cause", why)
     felt = _felt(world, asked)
+    lapsed = spec.prefill_controller >= 0 and lived_s > HOLD_S  # its decode leg waited longer than a KV cache is held
+    again = _namesakes(world, asked) or asked.rid in world.turned_down or lapsed
     match result.code:
-        case "ok" if (
-            not felt and result.attempts > 1 and not (_namesakes(world, asked) or asked.rid in world.turned_down)
-        ):
+        case "ok" if not felt and result.attempts > 1 and not again:
             raise broken("what no fault touches takes one try", "")
         case "ok" | "cancelled":
             if not cancelled and len(asked.output.ids) != spec.max_tokens:

@@ -22,6 +22,7 @@ TROUBLES: tuple[Kind, ...] = ("flap", "flap", "reset_all", "reset_one", "slow", 
 SPEAK = {("client", "controller"), ("client", "node"), ("controller", "node"), ("node", "node"), ("broker", "node"),
          ("broker", "controller")}  # fmt: skip
 VOCAB = 512
+HOLD_S = 10.0  # for so long a prefill rank holds a KV cache that nobody fetches
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from simulation.embedded import DispatcherProcess, LinkProcess, ResolverProcess
 from simulation.network import SILENCE_S, Network, Pipe
 from simulation.process import BrokerProcess, ClientProcess, ControllerProcess, NodeProcess, Process, RankProcess
 from simulation.runtime import installed
-from simulation.spec import VOCAB, Fault, NodeSpec, RequestSpec, Spec
+from simulation.spec import HOLD_S, VOCAB, Fault, NodeSpec, RequestSpec, Spec
 from simulation.story import ends_of, message_in
 from simulation.strangers import EdgeProcess, ForeignProcess, IntruderProcess
 
@@ -240,7 +240,7 @@ class World:
             role=each.role, instance=each.instance, dp_size=each.dp_size,  # type: ignore[arg-type]
             dp_ranks=tuple(range(each.first, each.first + each.ranks)), bus=self.bus, controllers=tuple(controllers),
             data=f"tcp://{each.name}" if spec.tcp else "ipc:///sim", engine=engine, max_running=spec.max_running,
-            chunk_tokens=spec.chunk_tokens, limits=Limits(hold_s=10.0), drain_s=5.0, wait_s=8.0, keys=self.keys,
+            chunk_tokens=spec.chunk_tokens, limits=Limits(hold_s=HOLD_S), drain_s=5.0, wait_s=8.0, keys=self.keys,
             decode_cache=spec.decode_cache,
         )  # fmt: skip
 
