@@ -33,6 +33,7 @@ from nodes.link.runner import (
 )
 
 MAX_TOKEN_ID = (1 << 31) - 1
+NOTHING = -1
 QUEUE_MAX = 65_536  # events that the scheduler's thread has put in and the link's has not taken
 FELL_BEHIND = "the link to the rank's scheduler fell behind"
 
@@ -62,50 +63,51 @@ Orders: TypeAlias = Callable[[Leg, Start | Cancel | Release], None]
 
 
 class LegAccounting:
-    """The legs that one side knows, and the sums over them: how many run and wait, and their tokens. The prompt of a
-    leg that runs counts as KV cache."""
+    """The legs that one side knows, and the sums over them: how many run and wait, and their tokens. A prompt counts as
+    KV cache once its leg runs; until then what is to be computed or fetched of it waits."""
 
     def __init__(self) -> None:
         self.running = 0
         self.waiting_tokens = 0
         self.kv_tokens = 0
         self.begun: set[Leg] = set()  # legs that the scheduler has begun; it may begin one again after a preemption
-        self._runs: dict[Leg, bool] = {}
+        self._waits: dict[Leg, int] = {}  # so many tokens; NOTHING: the leg runs
 
     def __contains__(self, leg: Leg) -> bool:
-        return leg in self._runs
+        return leg in self._waits
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._waits)
 
     @property
     def waiting(self) -> int:
         """The number of legs that have not begun."""
-        return len(self._runs) - self.running
+        return len(self._waits) - self.running
 
-    def start(self, leg: Leg) -> None:
-        """Add a leg, which waits."""
-        self._runs[leg] = False
-        self.waiting_tokens += leg.prompt_tokens
+    def start(self, leg: Leg, cached_tokens: int = 0) -> None:
+        """Add a leg, which waits; so many tokens of its prompt are expected to be in the prefix cache."""
+        self._waits[leg] = tokens = leg.prompt_tokens - cached_tokens
+        self.waiting_tokens += tokens
 
     def end(self, leg: Leg) -> None:
         """Remove a leg; do nothing where it is unknown or over."""
         self.begun.discard(leg)
-        runs = self._runs.pop(leg, None)
-        if runs:
+        waits = self._waits.pop(leg, None)
+        if waits == NOTHING:
             self.running -= 1
             self.kv_tokens -= leg.prompt_tokens
-        elif runs is not None:
-            self.waiting_tokens -= leg.prompt_tokens
+        elif waits is not None:
+            self.waiting_tokens -= waits
 
     def note(self, event: RunnerEvent) -> None:
         """Count an event of the scheduler: a leg's first output or beginning makes it run, its end removes it."""
         if isinstance(event, _RUNS):
             leg = event.leg
-            if self._runs.get(leg) is False:
-                self._runs[leg] = True
+            waits = self._waits.get(leg, NOTHING)
+            if waits != NOTHING:
+                self._waits[leg] = NOTHING
                 self.running += 1
-                self.waiting_tokens -= leg.prompt_tokens
+                self.waiting_tokens -= waits
                 self.kv_tokens += leg.prompt_tokens
         elif isinstance(event, _ENDS):
             self.end(event.leg)
@@ -132,7 +134,7 @@ class ThreadedRunner:
         self._emit = emit
 
     def start(self, leg: Leg) -> None:
-        self._legs.start(leg)
+        self._legs.start(leg, self.cached_tokens(leg))
         self._prompt_tokens += leg.prompt_tokens
         self._order(leg, Start(leg))
 
@@ -143,6 +145,11 @@ class ThreadedRunner:
     def release(self, leg: Leg) -> None:
         self._end(leg)
         self._order(leg, Release(leg))
+
+    def cached_tokens(self, leg: Leg) -> int:
+        """Return how many tokens of the prompt of a leg that comes are expected to be in the prefix cache; 0 where
+        nothing is known of it."""
+        return 0
 
     @property
     def busy(self) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 
 from bus.errors import RemoteProtocolError
 from bus.wire import codec, topics
-from bus.wire.hashing import ROOT
+from bus.wire.hashing import ROOT, hash_block, root_of, token_bytes
 from bus.wire.kv_events import BlockStored, Hash, KvEvent, parse_batch, split_frames
+from bus.wire.kv_names import MAX_BLOCKS as MAX_NAMES
 from bus.wire.kv_names import Cleared, Removed, Stored, Translator
 
 MAX_BLOCKS = 512  # in a message
@@ -37,6 +38,7 @@ class EventRelay:
         self._dp_rank = dp_rank
         self._publish_frames = publish
         self._names = Translator(self.counts)
+        self._cached: set[int] = set()  # our names of what is cached
         self._expected = 0
         self._next_number = 0
         self._block_tokens = 1
@@ -64,6 +66,15 @@ class EventRelay:
         """Begin to publish again what is cached, MAX_BLOCKS blocks with each tick: a controller does not know it."""
         self._restating = deque(self._names.known()[-MAX_RESTATED:])
 
+    def cached_tokens(self, prompt: Sequence[int], salt: str = "") -> int:
+        """Return how many tokens of a prompt are cached, in whole blocks; the last token never counts, since it is
+        computed in any case."""
+        packed, size = token_bytes(prompt), 4 * self._block_tokens
+        at, name = 0, root_of(salt)
+        while at + size < len(packed) and (name := hash_block(name, packed[at : at + size])) in self._cached:
+            at += size
+        return at // 4
+
     def tick(self) -> None:
         """Publish the next part of what `restate` began, if there is any."""
         some = [self._restating.popleft() for _ in range(min(MAX_BLOCKS, len(self._restating)))]
@@ -79,6 +90,7 @@ class EventRelay:
     def _forget(self, why: str) -> dict[str, Any]:
         self.counts[why] += 1
         self._names.clear()
+        self._cached.clear()
         return {"type": "AllBlocksCleared"}
 
     def _maps(self, event: KvEvent) -> list[dict[str, Any]]:
@@ -90,9 +102,15 @@ class EventRelay:
                     assert isinstance(event, BlockStored)
                     maps += _stored(event, hashes, parent)
                     self._block_tokens = event.block_tokens
+                    self._cached.update(hashes)
+                    if len(self._cached) > MAX_NAMES:  # the translator has forgotten some, and does not say which
+                        known = map(self._names.name, self._names.known())
+                        self._cached = {name for name in known if name is not None}
                 case Removed(hashes):
+                    self._cached.difference_update(hashes)
                     maps.append({"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"})
                 case Cleared():
+                    self._cached.clear()
                     maps.append({"type": "AllBlocksCleared"})
         return maps
 

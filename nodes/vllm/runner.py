@@ -113,6 +113,13 @@ class VllmRunner(ThreadedRunner):
         leg needs no step."""
         return replace(super().load(), step=self._steps)
 
+    def cached_tokens(self, leg: Leg) -> int:
+        """Return how many tokens of a prompt its engine has cached, as far as it has said. For log probabilities of the
+        prompt it computes all."""
+        if self.relay is None or leg.params.prompt_logprobs >= 0:
+            return 0
+        return self.relay.cached_tokens(leg.prompt, leg.params.cache_salt)
+
     def tick(self, now: float) -> None:
         """Check that the engine lives: one that dies while idle raises nothing. Otherwise its legs give the reason,
         a moment later."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_vllm import BLOCK
 from vllm_like import DEADLY, VOCAB
 
 from bus.errors import PeerLost, RequestFailed
@@ -37,8 +38,9 @@ class Processes:
         self.start("bus", "bus", "--bus", self.bus)
         self.start_controller()
 
-    def start_controller(self) -> None:
-        methods = ("--prefill-method", "total_tokens", "--decode-method", "total_requests")
+    def start_controller(self, *more: str) -> None:
+        """`more`: options, which go before those of the same name."""
+        methods = ("--prefill-method", "total_tokens", "--decode-method", "total_requests", *more)
         self.start("controller", "controller", "--bus", self.bus, "--controller", self.controller, *methods)
 
     def start(self, name: str, module: str, *args: str) -> Child:
@@ -209,6 +211,38 @@ def test_a_cluster_of_engines_with_their_own_connector(processes: Processes, mod
             processes.engine("prefill" if victim[0] == "p" else "decode", victim)
             ready(client, 4)
         run(client, range(40, 60))
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_a_decode_engine_that_keeps_its_kv_caches_computes_and_fetches_what_it_lacks(
+    processes: Processes, where: str
+) -> None:
+    """Turns of a conversation, forced to be computed at either; then the engine is killed, and knows nothing."""
+    processes.module = "fake_vllm"
+    processes.children["controller"].send(signal.SIGTERM)
+    processes.children["controller"].wait(WAIT_S)
+    processes.start_controller("--decode-method", "least_cost", "--prefill-at", where)
+    processes.engine("prefill", "p")
+    processes.engine("decode", "d", "30", "0", "keeps")
+    with Client(processes.controller, retries=20, tokenizer="bytes") as client:
+        ready(client, 2)
+        prompt = list(range(3, 3 + 40))
+        for turn in range(5):
+            result = client.generate_tokens(prompt, max_tokens=12).result
+            assert list(result.ids) == sim_generate(prompt, 12, VOCAB)
+            assert (result.prefill is None) == (where == "decode")
+            if where == "decode":
+                kept = turn in (1, 2, 4)
+                assert result.cached_tokens == (len(prompt) - 2 if kept else 0) // BLOCK * BLOCK
+            prompt = [*prompt, *result.ids, 5, 6]
+            if turn == 2:
+                processes.children["d"].send(signal.SIGKILL)
+                processes.children["d"].wait(WAIT_S)
+                processes.engine("decode", "d", "30", "0", "keeps")
+                ready(client, 2)
+        until(lambda: sum_load(client) == 0, "all has ended")
+        counts = {name.removeprefix("trip_"): count for name, count in client.status().counts.items() if "trip" in name}
+        assert counts == ({"at_decode": 5} if where == "decode" else {"whole": 2, "delta": 3})
 
 
 def test_log_probabilities_have_no_gap_where_an_output_goes_on_elsewhere(processes: Processes) -> None:

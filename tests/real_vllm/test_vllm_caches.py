@@ -92,6 +92,7 @@ class Rank:
             if name not in self.known:
                 break
             ours += BLOCK
+        assert self.relay.cached_tokens(tokens) == ours, "and as the node itself expects"
         return theirs, ours
 
 

@@ -7,6 +7,7 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from nodes.vllm import seams
+from bus.errors import ConfigError
+from nodes.vllm import seams, versions
 from nodes.vllm.safe_pulls import NixlConnector, SafeWorker
+from nodes.vllm.smollm2 import hugging_face
 
 RID = "d-0-1"
 BLOCKS = [4, 7, 9]
@@ -148,3 +151,32 @@ def test_one_late_worker_of_several_fails_the_request(worker: Make, late: int) -
     ended = step()
     assert ended.finished_recving == ended.failed_recving == {RID}
     assert ended.invalid_block_ids == set(BLOCKS)
+
+
+def test_decode_engines_keep_kv_caches_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And publish what they keep. Where it is not, they are what they are without the option, and say why."""
+    off: list[str] = []
+    monkeypatch.setattr(versions, "log", SimpleNamespace(warning=lambda event, why: off.append(why)))
+    choices = versions.Choices(
+        role="decode", ranks=1, engine_id="x", host="127.0.0.1", side_port=1, events_port=7, lease_s=60,
+        decode_cache=True,
+    )  # fmt: skip
+
+    def keeps(choices: versions.Choices, *arguments: str) -> bool:
+        args = versions.engine_args(str(hugging_face()), "m", arguments, choices)
+        assert args.kv_transfer_config.kv_connector == "NixlConnector"
+        safe = bool(args.kv_transfer_config.kv_connector_module_path == versions.SAFE_PULLS)
+        assert safe == (args.enable_prefix_caching is not False) == (args.kv_events_config is not None)
+        return safe
+
+    assert keeps(choices)
+    assert keeps(choices, "--enable-prefix-caching")
+    assert not off
+    assert not keeps(replace(choices, decode_cache=False, events_port=0))
+    assert not off, "nobody asked"
+    assert not keeps(choices, "--no-enable-prefix-caching")
+    monkeypatch.setattr(seams, "difference", lambda: "RemoteMeta is not there")
+    assert not keeps(choices)
+    assert off == ["--no-enable-prefix-caching", f"vLLM {versions.installed()}: RemoteMeta is not there"]
+    with pytest.raises(ConfigError, match="a decode rank keeps prefixes with --decode-cache, before the --"):
+        keeps(replace(choices, decode_cache=False), "--enable-prefix-caching")

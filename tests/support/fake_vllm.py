@@ -10,7 +10,7 @@ engine that is killed meanwhile does not come. A decode engine that keeps its KV
 The "KV" is the sim engine's state after the prompt, in files of a folder that all engines share. A slow engine leaves a
 file `computing` or `fetching` there, and takes SLOW_S for either.
 
-    python -P -m fake_vllm ROLE BUS CONTROLLER FOLDER INSTANCE [LEASE_S [SLOW_S]]        (PYTHONPATH=tests/support)
+    python -P -m fake_vllm ROLE BUS CONTROLLER FOLDER INSTANCE [LEASE_S [SLOW_S [keeps]]]    (PYTHONPATH=tests/support)
 """
 
 from __future__ import annotations
@@ -241,8 +241,9 @@ def runner_of(
 
 
 def main(
-    role: Any, bus: str, controller: str, folder: str, instance: str, lease_s: str = "30", slow_s: str = "0"
-) -> None:
+    role: Any, bus: str, controller: str, folder: str, instance: str, lease_s: str = "30", slow_s: str = "0",
+    keeps: str = "",
+) -> None:  # fmt: skip
     import click
 
     from bus.runtime import cli, logs
@@ -257,6 +258,7 @@ def main(
     async def build() -> FakeClient:
         client = FakeClient(Path(folder), instance, float(lease_s), float(slow_s))
         client.alive = alive.name
+        client.keeps = bool(keeps)
         return client
 
     @click.command()

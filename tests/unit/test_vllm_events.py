@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import zmq
 
 from bus.runtime.sockets import Sockets
 from bus.wire import codec
 from bus.wire.hashing import block_hashes
-from bus.wire.kv_names import Changes, Cleared, Removed, Stored
+from bus.wire.kv_names import Changes, Cleared, Removed, Stored, Translator
 from controller.feeds.follower import Follower
+from nodes.vllm import events
 from nodes.vllm.events import MAX_BLOCKS, EventRelay, Frames
 from nodes.vllm.main import event_sockets
 
@@ -54,6 +56,41 @@ def stored(first: int, count: int, **changes: Any) -> dict[str, Any]:
         "token_ids": TOKENS[first * SIZE : (first + count) * SIZE], "block_size": SIZE, "lora_id": None,
         "medium": "GPU",
     } | changes  # fmt: skip
+
+
+def test_what_is_cached_of_a_prompt_is_known_here_too() -> None:
+    relay = Relay()
+
+    def cached(tokens: Sequence[int] = TOKENS, salt: str = "") -> int:
+        return relay.relay.cached_tokens(tokens, salt)
+
+    assert cached() == 0
+    relay.say(stored(0, 3))
+    assert cached() == cached([*TOKENS[: 3 * SIZE], 1, 2, 3, 4, 5]) == 3 * SIZE
+    assert cached(TOKENS[: 3 * SIZE]) == 2 * SIZE, "the last token is computed"
+    assert cached(TOKENS[: 3 * SIZE + 1]) == 3 * SIZE
+    assert cached([9, *TOKENS]) == cached([]) == cached(salt="s") == 0
+    relay.say({"type": "BlockRemoved", "block_hashes": [THEIRS[1]], "medium": "GPU"})
+    assert cached() == SIZE
+    relay.say(stored(1, 1))
+    assert cached() == 3 * SIZE
+    relay.say({"type": "AllBlocksCleared"})
+    assert cached() == 0
+    relay.say(stored(0, 3))
+    relay.say(stored(3, 1), number=9)
+    assert cached() == 0, "a message was lost: nothing is known"
+
+
+def test_what_has_no_name_any_more_is_not_expected_to_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would stay known for ever, as its removal is not understood."""
+    monkeypatch.setattr(events, "MAX_NAMES", 3)
+    relay = Relay()
+    relay.relay._names = Translator(Counter(), 3)
+    relay.say(stored(0, 3))
+    other = block_hashes([1, 2, 3, 4], SIZE)
+    relay.say(stored(0, 1, block_hashes=[b"x"], token_ids=[1, 2, 3, 4]))
+    assert relay.relay._cached == {*OURS[1:3], *other}
+    assert relay.relay.cached_tokens(TOKENS) == 0
 
 
 def test_blocks_come_and_go_by_our_names() -> None:

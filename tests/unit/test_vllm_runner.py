@@ -32,6 +32,7 @@ from nodes.link.runner import (
     Stepped,
 )
 from nodes.own.engines.sim import sim_generate
+from nodes.vllm.events import EventRelay
 
 T = TypeVar("T")
 PROMPT = list(range(7, 23))  # fills a block, which is what kills a decode engine that is given one token more
@@ -254,6 +255,32 @@ def test_each_trip_says_what_was_cached_and_counts_what_is_computed(tmp_path: Pa
         assert load.admitted_tokens_total == 16 * BLOCK + 9
 
     keeping(scenario, tmp_path)
+
+
+def test_what_is_cached_of_a_prompt_does_not_wait(tmp_path: Path) -> None:
+    """As far as the engine has told; for log probabilities of the prompt it computes all the same."""
+
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        relay = node.runner.relay = EventRelay("u", 0, lambda frames: None)
+        prompt = list(range(7, 7 + 3 * BLOCK))
+        event = {
+            "type": "BlockStored", "block_hashes": [b"a", b"b"], "parent_block_hash": None, "lora_id": None,
+            "token_ids": prompt[: 2 * BLOCK], "block_size": BLOCK, "medium": "GPU",
+        }  # fmt: skip
+        relay.received([b"", bytes(8), msgpack.packb([0.0, [event], 0])])
+        legs = [node.start(prompt, max_tokens=300), node.start(prompt, params=Params(prompt_logprobs=0))]
+        legs.append(node.start(prompt, params=Params(cache_salt="other")))
+        assert node.runner.load().waiting_tokens == 7 * BLOCK
+        await node.until(Output)
+        node.runner.cancel(legs[2])
+        await node.until(Finished)
+        load = node.runner.load()
+        assert (load.waiting_tokens, load.waiting, load.running) == (0, 0, 1)
+        node.runner.cancel(legs[0])
+        assert node.runner.load().kv_tokens == 0
+
+    asyncio.run(scenario())
 
 
 def test_a_kv_cache_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
