@@ -54,6 +54,19 @@ def test_attackers_at_the_same_time_change_nothing_of_that(keys: tuple[str, ...]
     assert found["keys"] is bool(keys)
 
 
+def test_conversations_lose_nothing_whichever_trip_they_make() -> None:
+    ran = soak(
+        "--minutes", "0.15", "--kill-every-s", "1", "--seed", "8", "--unified", "0", "--concurrency", "8",
+        "--max-tokens", "32", "--conversations",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert (found["duplicated"], found["lost"], found["wrong"], found["troubles"]) == (0, 0, 0, 0)
+    assert found["kills"] >= 3
+    assert found["completed"] > 50
+    assert 0 < found["at_decode"] < found["completed"]
+
+
 def test_a_bad_setting_is_one_line() -> None:
     ran = soak("--minutes", "-1", timeout_s=60)
     assert ran.returncode == 2

@@ -28,6 +28,7 @@ from soak.run import SoakConfig, Verdict, run
 @click.option("--prompt-tokens", type=int, default=256, show_default=True, help="Prompt tokens of a request at most.")
 @click.option("--attackers", is_flag=True, help="Attack every port of the cluster meanwhile, from this machine.")
 @click.option("--keys", is_flag=True, help="Give every part, client and attacker a key of its own, made for this.")
+@click.option("--conversations", is_flag=True, help="Turns of conversations, on decode ranks that keep KV caches.")
 def soak(
     minutes: float,
     engine: str,
@@ -42,6 +43,7 @@ def soak(
     prompt_tokens: int,
     attackers: bool,
     keys: bool,
+    conversations: bool,
 ) -> None:
     """Kill, stop, drain and restart random processes under load; compare every output with the right one.
 
@@ -62,6 +64,7 @@ def soak(
         prompt_tokens=prompt_tokens,
         attackers=attackers,
         keys=keys,
+        conversations=conversations,
     )
     verdict = run(config, _say)
     _show(verdict)

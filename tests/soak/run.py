@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +16,11 @@ from typing import Any
 
 from bus.errors import ConfigError
 from bus.wire.messages import Legs, Status, StatusQuery
+from controller.trips import TRIPS, Trip
 from nodes.own.engines.reference import generate_alone
 from pdbus.client.channel import Channel
 from pdbus.client.options import Options, controllers_of, make_request, patience
+from pdbus.client.output import Result
 from pdbus.client.traffic import Update
 from pdbus.launcher import Cluster, ClusterSpec
 from soak.attackers import Attackers, make_keys, ports_of
@@ -32,13 +34,18 @@ WARM_UP_S = 10.0
 GRACE_S = 60.0  # for the requests that live when the faults end
 RETRIES = 12
 POOL = 64  # prompts whose answer is known
+TURNS = 5  # of a conversation
+GOES_ON = 0.8  # of the requests continue a conversation, where one waits for that
+BLOCK_TOKENS = 16  # as nodes have them
+ANY_TRIP = f"{Path(__file__).with_name('trips.py')}:AnyTrip"
 RSS_MAX_BYTES = 1 << 30  # of one part, whatever the attackers do: docs/failures.md says what each attack may take
 
 
 @dataclass(frozen=True, slots=True)
 class SoakConfig:
     """`concurrency` requests are live at any time; a fault comes about every `kill_every_s`. `attackers`: one attack
-    after the other goes on meanwhile; with `keys`, every part and attacker has a key of its own."""
+    after the other goes on meanwhile; with `keys`, every part and attacker has a key of its own. `conversations`:
+    requests are turns of them, TURNS each, and decode ranks keep KV caches: pairs make every trip."""
 
     minutes: float = 10.0
     engine: str = "sim"
@@ -53,6 +60,7 @@ class SoakConfig:
     prompt_tokens: int = 256
     attackers: bool = False
     keys: bool = False
+    conversations: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes <= 100_000:
@@ -74,8 +82,9 @@ class SoakConfig:
             prefill=self.prefill,
             decode=self.decode,
             unified=self.unified,
-            prefill_method="total_tokens",
-            decode_method="total_requests",
+            prefill_method="cache_aware" if self.conversations else "total_tokens",
+            decode_method=ANY_TRIP if self.conversations else "total_requests",
+            decode_args=("--decode-cache",) if self.conversations else (),
             engine=self.engine,
             model=self.model_name,
             log_level="warning",
@@ -103,6 +112,8 @@ class Verdict:
     client_end: Usage = field(default=Usage())
     attacks: Counter[str] = field(default_factory=Counter)
     rss_max_bytes: int = 0  # of one part, while there were attackers
+    trips: dict[Trip, int] = field(default_factory=dict)  # of pairs, since the controller's last start
+    at_decode: int = 0  # turns of conversations that one rank ran, since the start
 
     @property
     def clean(self) -> bool:
@@ -130,6 +141,8 @@ class Verdict:
             "client_rss_start_bytes": self.client_start.rss_bytes,
             "client_rss_end_bytes": self.client_end.rss_bytes,
             "keys": self.config.keys,
+            "trips": self.trips,
+            "at_decode": self.at_decode,
             "engine": self.config.engine,
             "seed": self.config.seed,
             "seconds": round(self.seconds, 1),
@@ -166,9 +179,14 @@ class _Prompts:
         prompt, output = self._rng.choice(self._pool) if self._pool else self._make()
         return prompt, output[: self._rng.randint(1, len(output))]
 
-    def _make(self) -> tuple[list[int], list[int]]:
+    def next_turn(self, before: list[int]) -> tuple[list[int], list[int]]:
+        """The prompt that follows `before`, and its output of a random length."""
+        prompt, output = self._make(before)
+        return prompt, output[: self._rng.randint(1, len(output))]
+
+    def _make(self, before: Sequence[int] = ()) -> tuple[list[int], list[int]]:
         config, rng = self._config, self._rng
-        prompt = [rng.randrange(3, 512) for _ in range(rng.randint(1, config.prompt_tokens))]
+        prompt = [*before, *(rng.randrange(3, 512) for _ in range(rng.randint(1, config.prompt_tokens)))]
         return prompt, generate_alone(config.model_name, prompt, config.max_tokens, engine=config.engine)
 
 
@@ -187,6 +205,9 @@ class _Soak:
         self._say = say
         self._ledger = Ledger()
         self._updates: queue.SimpleQueue[tuple[str, Update]] = queue.SimpleQueue()
+        self._turns: dict[str, tuple[int, list[int]]] = {}  # of the requests that live: which turn, and all its tokens
+        self._at_decode = 0  # turns without a prefill rank
+        self._waiting: list[tuple[int, list[int]]] = []  # conversations whose last turn is over
         self._where = controllers_of(cluster.controller, None, None)
         self._said_at = self._began = time.monotonic()
         self._chaos = Chaos(cluster, random.Random(config.seed + 1), every_s=config.kill_every_s, say=say)
@@ -204,12 +225,14 @@ class _Soak:
             self._serve(length_s - (time.monotonic() - self._began), refill=True)
         self._serve(GRACE_S, refill=False)
         self._serve(1.0, refill=False, to_the_end=True)  # what comes twice would come now
+        counts = self._channel.ask(self._where.decode, StatusQuery, Status, 5.0).result().counts
+        trips = {trip: count for trip in TRIPS if (count := counts.get(f"trip_{trip}"))}
         lost = self._ledger.overdue(float("inf"), 0.0)
         end, client_end = self._usage()
         return Verdict(
             config, self._ledger, self._chaos.faults, self._chaos.troubles + self._attackers.troubles, lost, start, end,
             time.monotonic() - self._began, client_start, client_end, self._attackers.attacks,
-            self._attackers.rss_max_bytes,
+            self._attackers.rss_max_bytes, trips, self._at_decode,
         )  # fmt: skip
 
     def _serve(self, seconds: float, *, refill: bool, to_the_end: bool = False) -> None:
@@ -222,18 +245,31 @@ class _Soak:
             except queue.Empty:
                 pass
             else:
-                self._ledger.deliver(rid, update)
+                if self._ledger.deliver(rid, update) and rid in self._turns:
+                    assert isinstance(update, Result)
+                    self._at_decode += update.prefill is None and update.code == "ok"
+                    turn, tokens = self._turns.pop(rid)
+                    self._waiting += [(turn + 1, tokens)] if turn < TURNS else []
             if time.monotonic() - self._said_at >= PROGRESS_S:
                 self._said_at = time.monotonic()
                 self._progress()
 
     def _begin(self) -> None:
-        prompt, expected = self._prompts.draw()
+        turn = 1
+        if self._waiting and self._rng.random() < GOES_ON:
+            turn, before = self._waiting.pop(self._rng.randrange(len(self._waiting)))
+            prompt, expected = self._prompts.next_turn(before)
+        else:
+            prompt, expected = self._prompts.draw()
         options = Options(leg=self._rng.choice(self._config.legs()), max_tokens=len(expected))
         if self._rng.random() < 0.02:
             options["deadline_s"] = self._rng.choice((0.05, 0.3))
         rid = self._ledger.begin(expected, time.monotonic())
         options["rid"] = rid
+        if self._config.conversations:
+            self._turns[rid] = turn, [*prompt, *expected]
+            options["ignore_eos"] = True
+            options["block_tokens"] = BLOCK_TOKENS
         request = make_request(prompt, options, self._where, self._channel.rng)
         self._channel.begin(request, lambda update: self._updates.put((rid, update)))
         if self._rng.random() < 0.02:
