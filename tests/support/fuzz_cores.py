@@ -27,6 +27,7 @@ from bus.broker.events import Unreachable as BrokerUnreachable
 from bus.embed.publications import PublisherCore
 from bus.embed.resolution import Resolved, ResolverCore
 from bus.wire import codec, topics
+from bus.wire.hashing import block_crc32
 from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     CONTROLLER_TO_CLIENT,
@@ -51,6 +52,7 @@ from bus.wire.messages import (
     Message,
     Params,
     Progress,
+    ReadBack,
     Submit,
 )
 from bus.wire.messages import Ended as EndedLeg
@@ -305,8 +307,10 @@ class NodeFuzz(Core):
         self.scheduler = Scheduler(BlockPool(12, 4), max_running=3, chunk_tokens=8)
         self.streams = Streams()
         self.steps: list[tuple[StepPlan, Callable[[StepResult], None]]] = []
+        self.pulls: list[KvPull] = []  # its last ones, not answered yet
         self.engine.submit = lambda plan, done: self.steps.append((plan, done))  # type: ignore[method-assign]
-        runner = OwnRunner(self.engine, self.scheduler)
+        caches = role == "decode" and rng.random() < 0.5
+        runner = OwnRunner(self.engine, self.scheduler, decode_cache=caches, reads_back=caches or role == "prefill")
         self.runner = runner
         self.legs = RankCore(role, 0, runner.facts, self.streams, runner.load)  # type: ignore[arg-type]
         self.driver = RankDriver(self.legs, runner, self.check, self.clock)
@@ -343,6 +347,7 @@ class NodeFuzz(Core):
                 None,
                 made.deadline_s,
                 0,
+                read_back=of(ReadBack)(rng) if legs.role == "prefill" and rng.random() < 0.5 else None,
             )
             out = legs.ingest(0, sane, self.frames(sane), now)
         elif dice < 0.6:
@@ -355,9 +360,11 @@ class NodeFuzz(Core):
             elif isinstance(message, Detach):
                 self.streams.detach(peer, message)
         elif dice < 0.75:
-            message = self.draw(FROM_NODE_DATA)
+            message, data = self.draw(FROM_NODE_DATA), rng.randbytes(rng.choice((0, 16)))
+            if self.pulls and rng.random() < 0.7:
+                message, data = self.answer(self.pulls.pop())
             if isinstance(message, KvMeta | KvBlock | KvFail):
-                out = legs.kv_message(message, rng.randbytes(rng.choice((0, 16))), now)
+                out = legs.kv_message(message, data, now)
         elif dice < 0.8:
             location = of(Location)(rng)
             found = rng.random() < 0.7
@@ -376,13 +383,23 @@ class NodeFuzz(Core):
 
     def frames(self, dispatch: Dispatch) -> list[bytes]:
         rng = self.rng
-        params = codec.encode(of(Params)(rng))
+        params = codec.encode(Params() if rng.random() < 0.8 else of(Params)(rng))  # most drawn ones need too much
         prompt = b"".join(
             rng.choice((3, 7, 63, 2**31 - 1 if rng.random() < 0.02 else 5)).to_bytes(4, "little")
             for _ in range(min(dispatch.prompt_tokens, 60))
         )
-        frames = [params] if dispatch.leg == "decode" else [prompt, params]
+        bare = dispatch.leg == "decode" and not self.runner.facts.wants_prompt
+        frames = [params] if bare else [prompt, params]
         return frames if rng.random() < 0.95 else [rng.randbytes(9) for _ in range(rng.randrange(4))]
+
+    def answer(self, pull: KvPull) -> tuple[KvMeta | KvBlock, bytes]:
+        """Answer a pull as a rank would that has two blocks of the prompt."""
+        facts, data = self.runner.facts, self.rng.randbytes(self.engine.spec.block_bytes)
+        if not pull.count:
+            size = facts.block_tokens
+            return KvMeta(pull.room, pull.attempt, 5, 3, 2, size, facts.kv_layout, client=pull.client), b""
+        crc32 = block_crc32(pull.room, pull.attempt, pull.first, data)
+        return KvBlock(pull.room, pull.attempt, pull.first, facts.block_tokens, crc32, pull.client), data
 
     def compute(self) -> None:
         if not self.steps:
@@ -397,6 +414,8 @@ class NodeFuzz(Core):
         if isinstance(action, Send):
             table = TO_NODE_DATA if isinstance(action.message, KvPull | KvDone) else FROM_NODE_DATA
             fits(action.message, table)
+            if isinstance(action.message, KvPull):
+                self.pulls = [*self.pulls[-3:], action.message]
         elif isinstance(action, SendBlock):
             assert len(self.runner.export(action.leg, action.index)) == self.engine.spec.block_bytes
         else:
