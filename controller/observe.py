@@ -97,11 +97,15 @@ def collect(
     events = dict.fromkeys(EVENTS, 0)
     failed = dict.fromkeys(get_args(Code)[1:], 0)  # from the start, as EVENTS
     rejected = dict.fromkeys((*REASONS, "bad_identity"), 0)  # every reason is shown, also at 0
+    trips: list[Sample] = []
     for name, number in happened.items():
         if name.startswith("failed_"):
             failed[name.removeprefix("failed_")] = number
         elif name.startswith("rejected_"):
             rejected[name.removeprefix("rejected_")] = number
+        elif name.startswith("first_token_us_"):
+            trip, kind = name.removeprefix("first_token_us_").rsplit("_", 1)
+            trips.append(Sample(number / 1e6, {"trip": trip, "kind": kind}))
         else:
             events[name] = number
     return (
@@ -110,6 +114,12 @@ def collect(
         labelled("counter", "pdbus_controller_events_total", "what happened so far, by name", "event", events),
         labelled("counter", "pdbus_controller_failed_total", "requests failed, by code", "code", failed),
         labelled("counter", "pdbus_controller_rejected_total", "messages dropped, by reason", "reason", rejected),
+        Metric(
+            "pdbus_controller_trip_first_token_seconds_total",
+            "until the first tokens of pairs by their trip: predicted, and taken",
+            "counter",
+            trips,
+        ),
         *_of_ranks(known, liveness, methods, now),
         Metric(
             "pdbus_controller_wanted_ready",

@@ -88,6 +88,7 @@ class Attempts:
         if legs:
             if predicted is not None:
                 request.past += ((now, "trip", request.attempt, None, _trip_of(legs, *predicted)),)
+                request.predicted_s = predicted[len(legs) - 1]
             request.step("dispatched")
             self._dispatch(request, legs, now, out)
             return True

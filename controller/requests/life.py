@@ -50,6 +50,7 @@ from controller.requests.request import (
 )
 from controller.requests.slos import SloClasses
 from controller.requests.table import RequestTable
+from controller.trips import Trip
 
 # Failures are logged with their rid at the severity of their code. Lines at `info`, those of retries among them, are at
 # most LOGGED_MAX between two calls of `measure`, since clients can cause any number; `debug` is for `trace` alone.
@@ -363,23 +364,33 @@ class RequestLifecycle:
                 return
         self._counts["done"] += 1
         if request.legs[-1].rank.info.prefills and request.submit.leg == "pair" and done:
-            self._count_trip(request.legs[0], done[-1])
+            self._count_trip(request, done[-1])
         self._ends += 1
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
         if self._attempts.trace:
             out.append(Note("request.done", "debug", about_of(request)))
         self._forget(request, now, "ok", "", out)
 
-    def _count_trip(self, first: LegRun, end: Ended) -> None:
-        """Count a pair's trip (`controller.trips`), from its first leg and the end of its last one."""
+    def _count_trip(self, request: Request, end: Ended) -> None:
+        """Count a pair's trip (`controller.trips`), which its legs and the `end` of the last one show, and the
+        microseconds to its first token, where they were predicted."""
+        trip: Trip
         if end.leg == "unified":
+            trip = "at_decode"
             self._counts["trip_at_decode"] += 1
-        elif first.read:
+        elif request.legs[0].read:
+            trip = "read_back"
             self._counts["trip_read_back"] += 1
         elif end.leg == "decode" and end.cached_tokens:
+            trip = "delta"
             self._counts["trip_delta"] += 1
         else:
+            trip = "whole"
             self._counts["trip_whole"] += 1
+        last = request.legs[-1]
+        if request.predicted_s and last.first_at != inf:
+            self._counts[f"first_token_us_{trip}_predicted"] += round(request.predicted_s * 1e6)
+            self._counts[f"first_token_us_{trip}_taken"] += round((last.first_at - last.began) * 1e6)
 
     def _leg_failed(
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]

@@ -93,8 +93,8 @@ class Request:
 
     __slots__ = (
         "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "dispatched", "first_due",
-        "frames", "frames_bytes", "lane", "legs", "losses", "model", "order", "past", "peer", "places", "rid", "state",
-        "submit", "trace", "tries", "work",
+        "frames", "frames_bytes", "lane", "legs", "losses", "model", "order", "past", "peer", "places", "predicted_s",
+        "rid", "state", "submit", "trace", "tries", "work",
     )  # fmt: skip
     arrived: int  # where it waits (`lane`): its number among those that came to
     aside: bool  # it waits only for its own wish, so others may go before it
@@ -125,6 +125,7 @@ class Request:
         self.order = 0  # its policy's number then
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts
+        self.predicted_s = 0.0  # until its first token, for the trip that it makes; 0: nobody did
         self.past: tuple[EventTuple, ...] = ()  # waits, and attempts before this one
         self.trace = submit.trace  # the trace context for its legs
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -21,7 +21,7 @@ from rich.text import Text
 from bus.endpoints import BusAddress
 from bus.runtime import cli, settings
 from bus.wire.messages import BrokerStatus, RankStatus, Status
-from controller.trips import TRIPS
+from controller.trips import TRIPS, Trip
 from pdbus.client import Client
 from pdbus.commands.common import (
     bus_option,
@@ -147,7 +147,17 @@ def _requests(seen: Status) -> str:
     trips = {trip: count for trip in TRIPS if (count := counts.get(f"trip_{trip}"))}
     for what, by_name in (("failed", sample.failed), ("refused", sample.refused), ("trips", trips)):
         line += f"; {what}: {', '.join(f'{name} {count}' for name, count in by_name.items())}" if by_name else ""
-    return line
+    return line + _seconds_of(trips, counts)
+
+
+def _seconds_of(trips: Mapping[Trip, int], counts: Mapping[str, int]) -> str:
+    """Return the mean seconds to the first token of each trip, as predicted and as they were; empty: nothing was."""
+    told = [
+        f"{trip} {taken / number / 1e6:.3f} s ({counts[f'first_token_us_{trip}_predicted'] / number / 1e6:.3f})"
+        for trip, number in trips.items()
+        if (taken := counts.get(f"first_token_us_{trip}_taken"))
+    ]
+    return f"; to the first token (predicted): {', '.join(told)}" if told else ""
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

@@ -121,6 +121,7 @@ FREE = {
         "cache_unknown": PEERS,
         "clients_unreachable": "status and refusals, which are counted nowhere, are among them",
         "peers_refused*": PEERS, "ranks_*": "ranks may be lost any number of times",
+        "first_token_us_*": "microseconds, and no events",
         "policy_faults": "a method has many hooks, some of which are called for each rank that is looked at",
         "adoptable": "a gauge: what a former controller left", "prefix_blocks": "a gauge of the policies",
         "regret_tokens": "of the ranks' reports, which may say anything",
@@ -294,6 +295,8 @@ def of_page(metrics: Iterable[Metric], part: str, own: tuple[str, ...] = ()) -> 
             labels = [value for label, value in sample.labels.items() if label not in own]
             key = "_".join(filter(None, (name, *labels)))
             value = sample.value
+            if name == "trip_first_token_seconds" and not isinstance(value, Distribution):
+                key, value = "_".join(("first_token_us", *labels)), round(value * 1e6)
             found[key] = found.get(key, 0) + (sum(value.buckets) if isinstance(value, Distribution) else value)
     return found
 
@@ -310,7 +313,10 @@ def of_text(text: str, part: str) -> dict[str, float]:
                 if not sample.name.endswith(("_bucket", "_sum", "_created")):
                     labels = [value for label, value in sample.labels.items() if label not in (*_OF_RANK, "controller")]
                     key = "_".join(filter(None, (name, *labels)))
-                    found[key] = found.get(key, 0) + sample.value
+                    value = sample.value
+                    if family.name == "pdbus_controller_trip_first_token_seconds":
+                        key, value = "_".join(("first_token_us", *labels)), round(value * 1e6)
+                    found[key] = found.get(key, 0) + value
     return found
 
 

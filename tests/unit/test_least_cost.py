@@ -198,7 +198,29 @@ def test_a_pair_that_decode_does_alone_is_one_unified_leg_there_and_is_counted()
     world.progress(node, ended=[sent], output_tokens=5)
     assert world.answers(Done)[0].legs[0].leg == "unified"
     assert world.core.counts["trip_at_decode"] == 1
+    assert "first_token_us_at_decode_taken" not in world.core.counts, "nothing was predicted"
     world.assert_empty()
+
+
+def test_the_seconds_to_the_first_token_are_counted_beside_those_predicted() -> None:
+    world = begun()
+    world.submit(submit("r", "pair"))
+    prefill, decode = world.dispatches()
+    world.progress(P[0], started=[prefill], ended=[prefill])
+    world.now += 0.25
+    world.progress(D[decode.dp_rank], started=[decode])
+    world.progress(D[decode.dp_rank], ended=[decode], cached_tokens=8)
+    counts = {name: count for name, count in world.core.counts.items() if name.startswith("trip_")}
+    assert counts == {"trip_delta": 1, "first_token_us_delta_predicted": 1000, "first_token_us_delta_taken": 250_000}
+    samples = [
+        metric.samples
+        for metric in world.core.metrics(world.now)
+        if metric.name.endswith("trip_first_token_seconds_total")
+    ]
+    assert [(sample.value, sample.labels) for sample in samples[0]] == [
+        (0.001, {"trip": "delta", "kind": "predicted"}),
+        (0.25, {"trip": "delta", "kind": "taken"}),
+    ]
 
 
 @pytest.mark.parametrize(("cached", "trip"), [(0, "trip_whole"), (8, "trip_delta")])
