@@ -95,5 +95,8 @@ class Costs:
 
     def link_s(self, source: RankLoad, target: RankLoad) -> float:
         """Return the seconds that a KV token takes from `source` to `target`, with nothing else under way. Live it is
-        0, because no rank reports it."""
-        return 0.0 if source is target else self._link_s_per_token
+        what a token took in the fetches that `target` and its like report; 0 before one has."""
+        if source is target or self._link_s_per_token:
+            return 0.0 if source is target else self._link_s_per_token
+        known = self._of.get(target.info.role)
+        return 0.0 if known is None else known.speeds().fetch_s(target)

@@ -1,5 +1,5 @@
-"""The speeds of ranks, learnt from their load reports: the seconds of a prompt token that they compute, and of a step.
-Pure; it decides nothing. Late binding and the costs for policies use it.
+"""The speeds of ranks, learnt from their load reports: the seconds of a prompt token that they compute, of a KV token
+that they fetch, and of a step. Pure; it decides nothing. Late binding and the costs for policies use it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from controller.load.rank import RankLoad
 
 SMOOTH_TOKENS = 100_000  # computed since: what was measured before counts for half
 SMOOTH_STEPS = 10_000  # of decode
+SMOOTH_FETCHES = 1_000
 
 
 class Speeds:
@@ -17,6 +18,7 @@ class Speeds:
     def __init__(self) -> None:
         self._prefill_rates: dict[tuple[Role, Model], PrefillRate] = {}
         self._step_models: dict[tuple[Role, Model], DecodeStepModel] = {}
+        self._fetch_rates: dict[tuple[Role, Model], FetchRate] = {}
         self._steps_of: set[Role] = {"decode"}  # roles whose steps are learnt
 
     def observe(self, rank: RankLoad, load: Load, now: float) -> None:
@@ -26,6 +28,8 @@ class Speeds:
             return
         role, elapsed_s = rank.info.role, now - rank.reported_at
         name = role, rank.info.model
+        if load.fetches_total > last.fetches_total:
+            self._fetch_rates.setdefault(name, FetchRate()).observe(last, load)
         if role != "decode":
             self._prefill_rates.setdefault(name, PrefillRate()).observe(last, load, elapsed_s)
         elif load.computed_tokens_total != last.computed_tokens_total:
@@ -41,6 +45,11 @@ class Speeds:
         """Return the seconds of a rank's time for each prompt token that it computes; 0 before anything was computed,
         and for decode ranks."""
         known = self._prefill_rates.get((rank.info.role, rank.info.model))
+        return 0.0 if known is None else known.s_per_token
+
+    def fetch_s(self, rank: RankLoad) -> float:
+        """Return the seconds that a KV token takes on its way to `rank`; 0 before anything was fetched."""
+        known = self._fetch_rates.get((rank.info.role, rank.info.model))
         return 0.0 if known is None else known.s_per_token
 
     def step_s(self, rank: RankLoad, requests: int, tokens: int) -> float:
@@ -74,6 +83,30 @@ class PrefillRate:
         self._busy_s = self._busy_s * keep + busy_s
         if self._tokens > 0:
             self.s_per_token = self._busy_s / self._tokens
+
+
+class FetchRate:
+    """The seconds of a KV token on its way to a rank, without those that each fetch takes whatever its size: a line
+    through the fetches of the reports, by least squares; recent ones count most."""
+
+    def __init__(self) -> None:
+        self.s_per_token = 0.0
+        self._sums = [0.0] * 5  # weight, and with it tokens, seconds, tokens squared, tokens by seconds: all a fetch
+
+    def observe(self, last: Load, load: Load) -> None:
+        """Learn from the fetches of one rank between two reports."""
+        fetches = load.fetches_total - last.fetches_total
+        tokens = (load.fetched_tokens_total - last.fetched_tokens_total) / fetches
+        seconds = (load.fetch_us_total - last.fetch_us_total) / fetches / 1e6
+        keep = 1 / (1 + fetches / SMOOTH_FETCHES)
+        point = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = [known * keep + fetches * each for known, each in zip(self._sums, point, strict=True)]
+        weight, tokens, seconds, squares, products = self._sums
+        spread = weight * squares - tokens * tokens
+        if spread > 1e-6 * weight * squares:
+            self.s_per_token = max(0.0, (weight * products - tokens * seconds) / spread)
+        else:  # all are of one size
+            self.s_per_token = max(0.0, seconds / tokens) if tokens else 0.0
 
 
 class DecodeStepModel:

@@ -170,6 +170,9 @@ class Load(Message, frozen=True, kw_only=True):
     output_tokens_total: Count = 0  # output tokens of decode and unified legs since the epoch began
     admitted_tokens_total: Count = 0  # prompt tokens of requests that have begun, some from the prefix cache
     computed_tokens_total: Count = 0  # prompt tokens computed since the epoch began
+    fetches_total: Count = 0  # KV caches, or parts of them, that came from other ranks
+    fetched_tokens_total: Count = 0  # tokens in them
+    fetch_us_total: Count = 0  # microseconds from each one's beginning to its end, added up
 
 
 # --- publications (PUB -> XSUB/XPUB -> SUB); `seq` rises by one per message of that tag and epoch -------------

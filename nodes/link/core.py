@@ -96,6 +96,7 @@ class RankCore:
         self.step_s: deque[float] = deque(maxlen=4096)  # seconds of each forward step since the last snapshot
         self._runner_load = runner_load
         self._load_seq = 0
+        self._fetches = self._fetched_tokens = self._fetch_us = 0
 
     def __len__(self) -> int:
         return len(self.legs)
@@ -261,12 +262,12 @@ class RankCore:
             case HasRead():
                 leg.add_event("read", now, f"{event.tokens} tokens of the decode rank" if event.tokens else "nothing")
                 if event.tokens:
-                    self.fetch_s.append(event.seconds)
+                    self._count_fetch(event.tokens, event.seconds)
                 return self.reader.done(leg)
             case Lent():
                 return self.lender.lent(leg, event.blocks)
             case Fetched():
-                self.fetch_s.append(event.seconds)
+                self._count_fetch(leg.prompt_tokens - event.cached_tokens, event.seconds)
                 leg.cached_tokens = event.cached_tokens
                 leg.add_event("fetched", now, f"{event.cached_tokens} tokens were here" if event.cached_tokens else "")
                 return self.puller.done(leg)
@@ -336,7 +337,8 @@ class RankCore:
         facts = self.facts
         return replace(
             self.figures(), seq=self._load_seq, acks=self.reports.acks, kv_capacity=facts.kv_capacity,
-            max_running=facts.max_running,
+            max_running=facts.max_running, fetches_total=self._fetches, fetched_tokens_total=self._fetched_tokens,
+            fetch_us_total=self._fetch_us,
         )  # fmt: skip
 
     def recall(self, rid: str, wall_s: float) -> tuple[TraceEvent, ...]:
@@ -345,6 +347,13 @@ class RankCore:
         leg = self.legs.get(rid)
         records = [*self.history.of(rid), *([record_of(leg)] if leg is not None else [])]
         return tuple([event for record in records for event in trace_events_of(record, wall_s)][-MAX_TRACE_EVENTS:])
+
+    def _count_fetch(self, tokens: int, seconds: float) -> None:
+        self.fetch_s.append(seconds)
+        if seconds:  # the runner knows
+            self._fetches += 1
+            self._fetched_tokens += tokens
+            self._fetch_us += round(seconds * 1e6)
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 
