@@ -319,7 +319,7 @@ class Balancer:
         (_, first), (_, second) = at
         if not (first.info.reads_back and second.info.reads_back):
             return 0
-        known = self._costs.cached(second, submit)
+        known = self._costs.readable(second, submit)
         more = known > self._costs.cached(first, submit)
         return known if more and self.read_back(second, first, submit) else 0
 

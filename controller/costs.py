@@ -77,6 +77,15 @@ class Costs:
             return 0
         return min(tokens, request.prompt_tokens - 1)
 
+    def readable(self, rank: RankLoad, request: Submit) -> int:
+        """Return the tokens of the request's prompt that another rank can read from `rank` now: what it caches, as far
+        as it has stated so itself, without the last one. O(blocks)."""
+        known, size = self._of.get(rank.info.role), request.block_tokens
+        prefixes = None if known is None else known.prefixes
+        if prefixes is None or not request.block_hashes or rank.info.block_tokens != size:
+            return 0
+        return min(prefixes.stated(rank.slot, unpack_hashes(request.block_hashes)) * size, request.prompt_tokens - 1)
+
     def pace(self, rank: RankLoad) -> float:
         """Return the seconds of a rank's time for each prompt token that it computes, as reports of prefill and unified
         ranks of its role and model show."""

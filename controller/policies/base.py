@@ -87,7 +87,8 @@ class Policy(Protocol):
     def read_back(self, rank: RankLoad, prefill: RankLoad, request: Submit) -> bool:
         """Return true if `prefill`, before it computes the prompt of `request`, reads what `rank` caches of it and
         `prefill` lacks; false: it computes that itself. The policy of decode ranks is asked, after both ranks were
-        picked, where `rank` caches more (`costs.cached`), and both can do it (`reads_back` of their `info`)."""
+        picked, where `rank` has more to read (`costs.readable`) than `prefill` caches, and both can do it (`reads_back`
+        of their `info`)."""
         return False
 
     def work(self, request: Submit) -> int:

@@ -38,7 +38,8 @@ class LeastCost(CacheAware):
         there_s = pace_s * (costs.queued(other) + request.prompt_tokens - cached_there)
         there_s += lacks * costs.link_s(other, rank)
         if cached > cached_there and rank.info.reads_back and other.info.reads_back:
-            there_s -= max(0.0, self._saved_s(rank, other, cached - cached_there, pace_s))
+            tokens = costs.readable(rank, request) - cached_there
+            there_s -= max(0.0, self._saved_s(rank, other, tokens, pace_s))
         self.predicted = here_s, there_s
         wish_s = request.ttft_slo_s
         if wish_s and (here_s <= wish_s) != (there_s <= wish_s):
@@ -46,7 +47,7 @@ class LeastCost(CacheAware):
         return here_s + DELAY * pace_s * lacks * rank.requests < there_s
 
     def read_back(self, rank: RankLoad, prefill: RankLoad, request: Submit) -> bool:
-        tokens = self.costs.cached(rank, request) - self.costs.cached(prefill, request)
+        tokens = self.costs.readable(rank, request) - self.costs.cached(prefill, request)
         return self._saved_s(rank, prefill, tokens, self.costs.pace(prefill) or GUESS_S) > 0.0
 
     def _saved_s(self, rank: RankLoad, prefill: RankLoad, tokens: int, pace_s: float) -> float:

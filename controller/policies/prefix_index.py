@@ -185,6 +185,21 @@ class PrefixIndex:
             found = depth
         return found
 
+    def stated(self, slot: int, hashes: Sequence[int]) -> int:
+        """Return how many blocks, from the first on, the rank in `slot` has stated to hold: `depth` without what is
+        only expected."""
+        depth = self.depth(slot, hashes)
+        if not depth:
+            return 0
+        blocks, low = self._ranks[slot].blocks, 0  # a prompt is stored from its beginning on
+        while low < depth:
+            middle = (low + depth) // 2
+            if blocks.get(hashes[middle]) == CONFIRMED:
+                low = middle + 1
+            else:
+                depth = middle
+        return low
+
     def validate(self, slots: Container[int] = range(1 << 16)) -> None:
         """Check that both directions agree, bounds hold, and no ranks but `slots` are known (for tests)."""
         self.catch_up()

@@ -205,9 +205,9 @@ class TableChooser(BaseChooser):
         return None if self._asked is None else self._asked[1]
 
     def reads_back(self, request: Submit, prefill: RankLoad, now: float) -> int:
-        rank, cached = self.asked(request, now), self._costs.cached
-        known = 0 if rank is None else cached(rank, request)
-        if rank is None or known <= cached(prefill, request):
+        rank, costs = self.asked(request, now), self._costs
+        known = 0 if rank is None else costs.readable(rank, request)
+        if rank is None or known <= costs.cached(prefill, request):
             return 0
         return known if self._trip == "read_back" or self.balancer.read_back(rank, prefill, request) else 0
 

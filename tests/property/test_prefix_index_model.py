@@ -101,6 +101,16 @@ class PrefixIndexModel(RuleBasedStateMachine):
         assert hits(self.index, hashes) == want
         for slot in self.held:
             assert self.index.depth(slot, hashes) == want.get(slot, 0)
+            self.stated(slot, hashes)
+
+    def stated(self, slot: int, hashes: list[int]) -> None:
+        """It ends between a block that the rank has stated and one that is only expected; where a prompt has several
+        such places, at one of them."""
+        mine, depth = self.held[slot], run_length(self.held[slot], hashes)
+        found = self.index.stated(slot, hashes)
+        assert found <= depth
+        assert not found or mine[hashes[found - 1]] == CONFIRMED
+        assert found == depth or mine[hashes[found]] != CONFIRMED
 
     @invariant()
     def consistent(self) -> None:

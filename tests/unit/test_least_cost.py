@@ -51,13 +51,15 @@ class Pairs:
         for _ in range(requests):
             self.table.charge(rank, tokens // requests)
 
-    def place(self, blocks: int = 10, **fields: object) -> Placed:
+    def submit(self, blocks: int, **fields: object) -> Submit:
         hashes = array("Q", range(1, blocks + 1)).tobytes()
-        submit = Submit(
+        return Submit(
             "r", "pair", blocks * SIZE + 8, 10, bootstrap_room=1, block_tokens=SIZE, block_hashes=hashes,
             **fields,  # type: ignore[arg-type]
         )  # fmt: skip
-        return self.balancer.place(submit, 0.0)
+
+    def place(self, blocks: int = 10, **fields: object) -> Placed:
+        return self.balancer.place(self.submit(blocks, **fields), 0.0)
 
 
 def at(placed: Placed) -> list[str]:
@@ -142,6 +144,17 @@ def test_nothing_is_read_that_prefill_has_or_that_one_of_the_two_cannot() -> Non
     world = Pairs("cache_aware", prefill_at="prefill", reads_back=BOTH)
     world.caches(world.decode[1], 9)
     assert world.place().legs[0].read == 0, "a method that does not say so"
+
+
+@pytest.mark.parametrize("stated", [0, 6])
+def test_nothing_is_read_that_decode_is_only_expected_to_have(stated: int) -> None:
+    """What it is still to fetch or compute cannot be read yet."""
+    world = Pairs(prefill_at="prefill", reads_back=BOTH)
+    world.balancer.policies["decode"].dispatched(world.decode[1], world.submit(9), 0.0)
+    world.caches(world.decode[1], stated)
+    placed = world.place()
+    assert at(placed) == ["prefill at prefill-0", "decode at decode-1"]
+    assert placed.legs[0].read == stated * SIZE
 
 
 def test_that_prefill_can_read_back_makes_a_pair_cheaper() -> None:
