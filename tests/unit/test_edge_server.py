@@ -371,7 +371,8 @@ def test_no_bytes_break_it(noises: list[bytes]) -> None:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(noise)
             writer.write_eof()
-            await reader.read(1 << 16)
+            with contextlib.suppress(ConnectionError):  # what comes late meets a closed connection
+                await reader.read(1 << 16)
 
         return talk
 

@@ -142,7 +142,7 @@ def door(srt: Path, *imported: str, do: str = LOAD, **environ: str) -> tuple[lis
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PDBUS_", "SGLANG_"))}
     path = os.pathsep.join([str(srt.parent.parent), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, script], env=clean | {"PYTHONPATH": path} | environ, text=True, timeout=60,
+        [sys.executable, script], env=clean | {"PYTHONPATH": path} | environ, text=True, timeout=240,
         capture_output=True, check=True,
     )  # fmt: skip
     return [line.removeprefix("hooked ") for line in done.stdout.splitlines() if line.startswith("hooked")], (
