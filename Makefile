@@ -83,9 +83,9 @@ demo: $(if $(wildcard $(SETUP)),setup,$(DEMO))
 	@$(BIN)/pdbus demo
 endif
 
-test: setup check-torch ## Run the tests (they mostly wait: five at a time, each through files in a row)
+test: setup check-torch ## Run the tests (they mostly wait: seven at a time, each through files in a row)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q -n 5 --dist worksteal -o cache_dir=.pytest_cache/$@ $(AGAIN) --ignore tests/hostile --ignore tests/hosts --ignore tests/foreign --ignore tests/metrics --ignore tests/streams
+	@$(BIN)/python -m pytest -q -n 7 --dist worksteal -o cache_dir=.pytest_cache/$@ $(AGAIN) --ignore tests/hostile --ignore tests/hosts --ignore tests/foreign --ignore tests/metrics --ignore tests/streams
 
 test-pythons: ## All of that with each Python from 3.11 to 3.14 that is here (the first time each installs everything)
 	@$(PYTHON) tests/support/pythons.py | while read -r version python; do \
