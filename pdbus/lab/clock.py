@@ -36,10 +36,10 @@ class VirtualLoop:
         """Drop a call that has not been made. The number of a call that was made must not be given."""
         self._cancelled.add(event)
 
-    def run(self, done: Callable[[], bool]) -> None:
-        """Make the calls in order until `done()` is true, asked before each, or none is left."""
+    def run(self, done: Callable[[float], bool]) -> None:
+        """Make the calls in order until `done(now)` is true, asked before each, or none is left."""
         events, cancelled, pop = self._events, self._cancelled, heapq.heappop
-        while events and not done():
+        while events and not done(self.now):
             self.now, event, function, arguments = pop(events)
             if cancelled and event in cancelled:
                 cancelled.remove(event)

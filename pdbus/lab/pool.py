@@ -206,13 +206,9 @@ class RunPool(BlockPool):
         length = min(len(known) - begin, end - at)
         if known[begin : begin + length] == hashes[at : at + length]:
             return run, begin, length
-        same, differ = 1, length
-        while differ - same > 1:
-            middle = (same + differ) // 2
-            if known[begin + same : begin + middle] == hashes[at + same : at + middle]:
-                same = middle
-            else:
-                differ = middle
+        unlike = int.from_bytes(known[begin : begin + length].tobytes(), "little")
+        unlike ^= int.from_bytes(hashes[at : at + length].tobytes(), "little")
+        same = ((unlike & -unlike).bit_length() - 1) // 64  # the lowest bit that differs is in the first such block
         return run, begin, same
 
     def _cut(self, run: _Run, start: int, stop: int) -> _Run:

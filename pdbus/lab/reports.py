@@ -26,7 +26,7 @@ _State: TypeAlias = list[_Parts]  # of a rank between two changes, for the repor
 
 
 class Reports:
-    """The load reports of one rank to `readers` choosers: one every `interval_s`, and at each call of `report_now`.
+    """The load reports of one rank to `readers` choosers: one every `interval_s`, and at each call of `report`.
     Each chooser gets a report `delay_s` later, or loses it with probability `loss`. `before_ingest`: see
     `VirtualRank.load`. Times are virtual, in seconds."""
 
@@ -47,17 +47,17 @@ class Reports:
         self._state: _State | None = None  # of the reports made since the last change; None: none was made
         rank.before_change = self._before_change
 
-    def report_now(self) -> None:
-        """Make a report of the present state, beside the regular ones."""
-        if self._next_s <= self._loop.now:
-            self.catch_up()
-        self._make(self._loop.now)
+    def report(self, at_s: float) -> None:
+        """Make a report of the state at `at_s`, beside the regular ones. The rank has not changed since."""
+        if self._next_s <= at_s:
+            self._catch_up(at_s)
+        self._make(at_s)
 
-    def catch_up(self) -> None:
-        """Make the regular reports that were due by now, without those that a later one of them replaces before a
-        chooser reads. The other methods call it."""
+    def _catch_up(self, at_s: float) -> None:
+        """Make the regular reports that were due by `at_s`, without those that a later one of them replaces before a
+        chooser reads."""
         come_s = self._loop.now - self._delay_s
-        while self._next_s <= self._loop.now:
+        while self._next_s <= at_s:
             following_s = self._next_s + self._interval_s
             if following_s <= come_s and not self._loss:
                 self._made += 1
@@ -69,8 +69,10 @@ class Reports:
         """Return when the newest report came to `reader` (its number, from 0), and the report; None if none came since
         the last call. Older ones are dropped."""
         now, delay_s = self._loop.now, self._delay_s
+        if self._rank.due_s <= now:
+            self._rank.catch_up()
         if self._next_s <= now:  # asked here, too, because this is called for each rank at each request
-            self.catch_up()
+            self._catch_up(now)
         coming, come = self._coming[reader], None
         while coming and coming[0][0] + delay_s <= now:
             come = coming.popleft()
@@ -83,13 +85,16 @@ class Reports:
 
     def next_s(self, reader: int) -> float:
         """Return the time when the next report may come to `reader`, if nothing changes until then."""
-        self.catch_up()
+        now = self._loop.now
+        if self._rank.due_s <= now:
+            self._rank.catch_up()
+        self._catch_up(now)
         coming = self._coming[reader]
         return (coming[0][0] if coming else self._next_s) + self._delay_s
 
-    def _before_change(self) -> None:
-        if self._next_s <= self._loop.now:
-            self.catch_up()
+    def _before_change(self, at_s: float) -> None:
+        if self._next_s <= at_s:
+            self._catch_up(at_s)
         state, self._state = self._state, None
         if state is not None and not state:
             self._read(state)

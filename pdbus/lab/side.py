@@ -30,7 +30,7 @@ class Side:
     ) -> None:  # fmt: skip
         self._loop, self._config = loop, config
         self._delay_s = config.hop_s + config.report_delay_s
-        self.ranks, self.truth = ranks, TrueState(ranks)
+        self.ranks, self.truth = ranks, TrueState(loop, ranks)
         if config.controllers > 1:
             for rank in ranks:
                 rank.welcomed(range(1, config.controllers + 1))
@@ -59,7 +59,7 @@ class Side:
         reports = Reports(self._loop, rank, rng, config.controllers, interval_s=interval_s, delay_s=self._delay_s,
                           loss=config.report_loss, before_ingest=kind.before_ingest)  # fmt: skip
         if kind.report_interval_s is None:
-            rank.steps_taken.append(reports.report_now)
+            rank.step_taken = reports.report
         if on_step is not None:
             rank.steps_taken.append(lambda: on_step(self._loop.now + self._delay_s))
         return reports

@@ -166,7 +166,7 @@ class _Run:
         arrivals.start()
         loop.call_at(arrivals.began_s, self._begin_to_count)
         self._sample()
-        loop.run(lambda: arrivals.done(loop.now))
+        loop.run(arrivals.done)
         assert arrivals.done(loop.now), "some requests never ended"
         outcome.count(self.courses, arrivals, loop.now)
         elapsed_s = loop.now - outcome.began_s

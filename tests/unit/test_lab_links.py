@@ -40,7 +40,7 @@ def ends(*transfers: tuple[float, int, int, int]) -> list[float]:
     for number, (at_s, source, target, tokens) in enumerate(transfers):
         arguments = PREFILL[source], DECODE[target], tokens, lambda number: found.__setitem__(number, loop.now), number
         loop.call_at(at_s, links.send, *arguments)
-    loop.run(lambda: all(found))
+    loop.run(lambda now: all(found))
     return found
 
 
@@ -68,7 +68,7 @@ def test_a_rank_sends_and_receives_at_once() -> None:
     links = Links(loop, 1.0)
     for source, target in ((PREFILL[0], DECODE[0]), (DECODE[0], PREFILL[0])):
         links.send(source, target, 8, lambda: found.append(loop.now))
-    loop.run(lambda: len(found) == 2)
+    loop.run(lambda now: len(found) == 2)
     assert found == [8.0, 8.0]
 
 

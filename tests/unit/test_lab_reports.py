@@ -63,7 +63,8 @@ def test_what_a_reader_finds_is_what_events_would_have_brought(seed: int, import
     lazy = Reports(loop, rank, random.Random(seed), READERS, interval_s=INTERVAL_S, delay_s=DELAY_S, loss=LOSS,
                    before_ingest=before_ingest)  # fmt: skip
     plain = AtOnce(loop, rank, random.Random(seed), before_ingest=before_ingest)
-    rank.steps_taken += [lazy.report_now, plain.report_now]
+    rank.step_taken = lazy.report
+    rank.steps_taken.append(plain.report_now)
     numbers: list[list[int]] = [[] for _ in range(READERS)]
     found = 0
 
@@ -87,9 +88,46 @@ def test_what_a_reader_finds_is_what_events_would_have_brought(seed: int, import
             loop.call_at(at + rng.random() / 5, rank.kv_ready, number)
         for _ in range(3):
             loop.call_at(at + rng.random() * 2, look, rng.randrange(READERS))
-    loop.run(lambda: len(ended) == 60)
+    loop.run(lambda now: len(ended) == 60)
     assert found > 60
     assert all(each == sorted(set(each)) for each in numbers), "a later report has a greater number"
+
+
+@pytest.mark.parametrize("before_ingest", [False, True])
+@pytest.mark.parametrize("loss", [0.0, 0.3])
+@pytest.mark.parametrize("seed", range(4))
+def test_reports_of_a_run_of_prompt_steps_are_those_of_single_steps(
+    seed: int, loss: float, before_ingest: bool
+) -> None:
+    def read(*, stepwise: bool) -> list[tuple[float, Load] | None]:
+        loop, ended = VirtualLoop(), 0
+
+        def end(seq: int) -> None:
+            nonlocal ended
+            ended += 1
+            rank.release(seq)
+
+        rank = VirtualRank(
+            loop, ("prefill", 0), blocks=900, block_tokens=16, max_running=6, chunk_tokens=64, timing=SimTiming(),
+            on_output=end, on_admitted=lambda sequence: None,
+        )  # fmt: skip
+        if stepwise:
+            rank.steps_taken.append(lambda: None)
+        reports = Reports(loop, rank, random.Random(seed), READERS, interval_s=INTERVAL_S, delay_s=0.004, loss=loss,
+                          before_ingest=before_ingest)  # fmt: skip
+        rank.step_taken = reports.report
+        found: list[tuple[float, Load] | None] = []
+        rng, at = random.Random(seed), 0.0
+        for number in range(40):
+            at += rng.expovariate(9.0)
+            leg = Sequence(number, range(rng.randint(1, 900)), 1, hold=True, hashes=[])
+            loop.call_at(at, rank.ingest, leg, 1, len(leg.prompt))
+            for _ in range(4):
+                loop.call_at(at + rng.random() / 2, lambda: found.append(reports.last(rng.randrange(READERS))))
+        loop.run(lambda now: ended == 40)
+        return found
+
+    assert read(stepwise=False) == read(stepwise=True)
 
 
 def test_a_listener_reads_before_it_decides_and_knows_when_to_ask_again() -> None:
@@ -115,11 +153,11 @@ def test_a_listener_reads_before_it_decides_and_knows_when_to_ask_again() -> Non
     listener = Listener(Chooser(), 0, reports)
     assert listener.next_s() > 2.0
     picked: list[int] = []
-    loop.call_at(1.0, reports[1].report_now)
+    loop.call_at(1.0, reports[1].report, 1.0)
     loop.call_at(1.0, lambda: picked.append(listener.next_s()))
     for at_s in (2.9, 3.0, 3.1):
         loop.call_at(at_s, lambda: picked.append(listener.pick(None, loop.now)))  # type: ignore[arg-type]
-    loop.run(lambda: len(picked) == 4)
+    loop.run(lambda now: len(picked) == 4)
     assert picked == [3.0, 0, 1, 1]
     assert heard == [(1, 3.0)]
     assert Listener(Chooser(), 0, []).next_s() == float("inf")

@@ -237,14 +237,14 @@ def test_what_is_read_stays_until_it_is_read() -> None:
     )  # fmt: skip
     hashes = array("Q", (1, 2, 3, 4))
     rank.ingest(Sequence(1, range(64), 1, hashes=hashes), 1, 64)
-    loop.run(lambda: False)
+    loop.run(lambda now: False)
     assert rank.pool.cached == 4
     assert rank.pin(hashes[:3]) == (48, [2])
     rank.ingest(Sequence(2, range(40), 1, hashes=array("Q", (7, 8))), 1, 40)
-    loop.run(lambda: False)
+    loop.run(lambda now: False)
     assert (rank.scheduler.waiting, rank.pool.cached_tokens(hashes)) == (1, 64), "there is memory for one block more"
     rank.unpin([2])
-    loop.run(lambda: False)
+    loop.run(lambda now: False)
     assert (rank.scheduler.waiting, rank.pool.cached_tokens(hashes)) == (0, 16)
     rank.pool.validate()
 
