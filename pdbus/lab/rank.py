@@ -63,7 +63,7 @@ class VirtualRank:
         # called with the time: before each change of `state`, and after each step, not within decode runs. Within a run
         # of prompt steps they may be called later, but before anybody looks
         self.before_change: Callable[[float], None] = _nothing
-        self.step_taken: Callable[[float], None] = _nothing
+        self.step_counted: Callable[[float], None] = _nothing
         self._loop = loop
         self._timing = timing
         self._on_output = on_output
@@ -181,7 +181,7 @@ class VirtualRank:
             self.before_change(end_s)
             self.scheduler.compute_chunks(run, 1)
             self._fresh.clear()
-            self.step_taken(end_s)
+            self.step_counted(end_s)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class VirtualRank:
         self.scheduler.compute_chunks(run, 1)
         self._stepping = False
         self._begin()
-        self.step_taken(self._loop.now)
+        self.step_counted(self._loop.now)
 
     def _complete(self, duration_s: float) -> None:
         self.before_change(self._loop.now)
@@ -268,6 +268,6 @@ class VirtualRank:
             if sequence.finish:
                 self._on_output(sequence.id)
         self._begin()
-        self.step_taken(self._loop.now)
+        self.step_counted(self._loop.now)
         for function in self.steps_taken:
             function()

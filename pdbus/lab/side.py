@@ -59,7 +59,7 @@ class Side:
         reports = Reports(self._loop, rank, rng, config.controllers, interval_s=interval_s, delay_s=self._delay_s,
                           loss=config.report_loss, before_ingest=kind.before_ingest)  # fmt: skip
         if kind.report_interval_s is None:
-            rank.step_taken = reports.report
+            rank.step_counted = reports.report
         if on_step is not None:
             rank.steps_taken.append(lambda: on_step(self._loop.now + self._delay_s))
         return reports

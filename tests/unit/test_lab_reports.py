@@ -63,7 +63,7 @@ def test_what_a_reader_finds_is_what_events_would_have_brought(seed: int, import
     lazy = Reports(loop, rank, random.Random(seed), READERS, interval_s=INTERVAL_S, delay_s=DELAY_S, loss=LOSS,
                    before_ingest=before_ingest)  # fmt: skip
     plain = AtOnce(loop, rank, random.Random(seed), before_ingest=before_ingest)
-    rank.step_taken = lazy.report
+    rank.step_counted = lazy.report
     rank.steps_taken.append(plain.report_now)
     numbers: list[list[int]] = [[] for _ in range(READERS)]
     found = 0
@@ -115,7 +115,7 @@ def test_reports_of_a_run_of_prompt_steps_are_those_of_single_steps(
             rank.steps_taken.append(lambda: None)
         reports = Reports(loop, rank, random.Random(seed), READERS, interval_s=INTERVAL_S, delay_s=0.004, loss=loss,
                           before_ingest=before_ingest)  # fmt: skip
-        rank.step_taken = reports.report
+        rank.step_counted = reports.report
         found: list[tuple[float, Load] | None] = []
         rng, at = random.Random(seed), 0.0
         for number in range(40):
