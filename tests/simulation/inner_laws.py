@@ -84,7 +84,7 @@ def _requests(world: World, controller: ControllerProcess) -> None:
     core = controller.part.core
     life = core.life
     for request in life.requests.values():
-        if world.knows_all_faults and request.losses > _deaths(world, request.rid):
+        if request.losses and world.knows_all_faults and request.losses > _deaths(world, request.rid):
             raise Broken("a loss is a rank that died", f"{controller.name}: {request.losses} of {request}", request.rid)
         if request.lane is not None and core.config.queue_order == "slo" and request.work != _work(core, request):
             raise Broken("the queue knows what each is to compute", f"{controller.name}: {request.work}", request.rid)
@@ -142,7 +142,8 @@ def _runs(world: World, rank: Any, rid: str, attempt: int) -> bool:
 
 def _deaths(world: World, rid: str) -> int:
     """Return how many ranks may have died with the requests of a rid."""
-    began = min((asked.began for asked in world.asked if asked.rid == rid.removesuffix(".prefill")), default=0.0)
+    own = rid.removesuffix(".prefill")
+    began = min((asked.began for asked in world.asked if asked.rid == own), default=0.0)
     felt = [fault for _, until, fault in world.befell if until >= began]
     return sum(POISON if fault.kind == "slow" else may_die_of(world, fault) for fault in felt)
 

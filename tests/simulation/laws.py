@@ -5,6 +5,7 @@ Each check raises Broken with the law's name. `docs/guarantees.md` says them in 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nodes.own.engines.sim import SPECIALS, feed
@@ -246,7 +247,8 @@ def _attempts(world: World) -> dict[str, set[int]]:
         for rid, request in client.traffic._core._requests.items() if client.alive else ():
             if request.endpoint and rid in attempts:
                 attempts[rid].add(request.attached)
-    return {rid: some for rid, some in attempts.items() if sum(asked.rid == rid for asked in world.asked) == 1}
+    of_rid = Counter(asked.rid for asked in world.asked)
+    return {rid: some for rid, some in attempts.items() if of_rid[rid] == 1}
 
 
 def _twins(world: World) -> dict[tuple[Any, ...], str]:
