@@ -144,6 +144,7 @@ class Leg:
     # decode: its way to the KV cache (puller)
     location: Location | None = None  # of the prefill leg; of a prefill leg that reads back: of the decode leg
     paired: bool = False  # its controller dispatched the prefill leg too, under the same attempt
+    waits_tokens: int = 0  # what it counts as in the load until its KV cache is ready
     kv_attempt: int = 0  # under which the room was registered
     cached_at_prefill: int = 0  # of the prompt, as the prefill rank says
     written_at_prefill: int = 0  # the same

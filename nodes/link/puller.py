@@ -35,7 +35,7 @@ class KvPuller:
 
     def __init__(self, facts: RankFacts, counts: Counter[str], end: End) -> None:
         self.waiting = 0  # legs whose KV cache is not ready: the runner does not know them yet
-        self.waiting_tokens = 0  # of their prompts
+        self.waiting_tokens = 0  # of their prompts, without what the rank caches
         self._facts = facts
         self._counts = counts
         self._end = end
@@ -49,8 +49,10 @@ class KvPuller:
         """Begin the pull of a new leg: ask the prefill rank in the dispatch, or look up the one that registered the
         room."""
         self._legs.put(leg.room, leg.client, leg)
+        # where there is a cache, its controller has left out what is in it
+        leg.waits_tokens = min(dispatch.charge, leg.prompt_tokens) if self._facts.prefills else leg.prompt_tokens
         self.waiting += 1
-        self.waiting_tokens += leg.prompt_tokens
+        self.waiting_tokens += leg.waits_tokens
         if dispatch.prefill is not None:
             leg.found_by, leg.paired = "told", True
             return self._found(leg, dispatch.prefill, leg.attempt, now)
@@ -191,7 +193,7 @@ class KvPuller:
 
     def _waits_no_more(self, leg: Leg) -> None:
         self.waiting -= 1
-        self.waiting_tokens -= leg.prompt_tokens
+        self.waiting_tokens -= leg.waits_tokens
 
 
 def _sent_at(leg: Leg, meta: KvMeta) -> float:

@@ -135,3 +135,17 @@ def test_a_block_in_use_by_another_is_never_fetched_into(world: World, pair: tup
     world.run(5.0)
     assert decode.tokens["one"] == decode.tokens["two"] == sim_generate(PROMPT, 40, VOCAB)
     assert decode.ended["two", 1][0].cached_tokens == 8
+
+
+def test_what_waits_for_prefill_counts_what_the_rank_lacks(world: World, pair: tuple[Rank, Rank]) -> None:
+    """As its controller has charged it: with the whole prompt a rank that keeps a conversation looked busy with it."""
+    start(pair, "one", max_tokens=8)
+    world.run(1.0)
+    decode = pair[1]
+    prompt = next_turn(PROMPT, decode.tokens["one"])
+    decode.dispatch("two", prompt, bootstrap_room=6, charge=len(prompt) - 16)
+    assert (decode.core.load().waiting, decode.core.load().waiting_tokens) == (1, len(prompt) - 16)
+    decode.do(decode.core.cancel(0, CancelLeg("two", 1), world.now))
+    assert (decode.core.load().waiting, decode.core.load().waiting_tokens) == (0, 0)
+    decode.dispatch("three", prompt, bootstrap_room=7, charge=10_000)
+    assert decode.core.load().waiting_tokens == len(prompt), "it is never more than the prompt"
