@@ -32,6 +32,7 @@ from pdbus.sglang.settings import Settings
 from pdbus.sglang.watch import Watch
 
 IDLE_MS = 1_000  # SGLang's watchdog must be fed regularly
+NO_CACHE = "these ranks keep no prefix cache; a decode server keeps one with --disaggregation-decode-enable-radix-cache"
 
 log = get_logger("sglang")
 
@@ -143,7 +144,7 @@ class ControllerSide:
         method = resolve(settings.method or settings.named or here.method, here.role)
         policy = make_policy(
             method,
-            PolicySettings(role=here.role),
+            PolicySettings(role=here.role, cache_weight=settings.cache_weight),
             lambda hook, why: log.error("pdbus.policy.failed", method=method, hook=hook, why=why),
         )
         page = engine.page_size(controller)
@@ -152,8 +153,10 @@ class ControllerSide:
             now=time.monotonic(), block_tokens=page,
         )  # fmt: skip
         dispatching = Dispatching(chooser, controller, sock_send)
-        events = engine.kv_events(controller, settings.name, here) if policy.uses_hashes else None
-        if policy.uses_hashes and events is None:
+        events = engine.kv_events(controller, settings.name, here) if policy.uses_hashes and page else None
+        if policy.uses_hashes and not page:
+            log.warning("pdbus.caches.none", method=method, why=NO_CACHE)
+        elif policy.uses_hashes and events is None:
             log.warning(
                 "pdbus.caches.unseen", method=method, why="give SGLang --kv-events-config to have evictions known"
             )

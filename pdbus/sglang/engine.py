@@ -135,10 +135,11 @@ def speaks(scheduler: Any) -> bool:
 
 
 def page_size(controller: Any) -> int:
-    """Return the tokens in a page of the ranks' KV caches; 0: unknown."""
+    """Return the tokens in a page of the ranks' prefix caches; 0: unknown, or they keep none."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    return int(resolving_view(controller.server_args).page_size or 0)
+    view = resolving_view(controller.server_args)
+    return 0 if view.disable_radix_cache else int(view.page_size or 0)
 
 
 def kv_events(controller: Any, instance: str, here: Server) -> EngineSettings | None:

@@ -102,6 +102,7 @@ RECORDS = (
         ("workers", "status", "_active_workers", "max_dp_size", "launch_dp_size", "dispatching", "soft_watchdog",
          "recv_from_tokenizer", "refresh_load_budget_on_dispatch", "_request_dispatcher"),
     ),
+    Record("arg_groups.fields.memory", "Memory", ("disable_radix_cache",)),
     Record("disaggregation.kv_events", "KVEventsConfig", ("publisher", "endpoint", "replay_endpoint", "format")),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from bus.wire.messages import MAX_ROOM, NAME
 
 SWITCH = "PDBUS_SGLANG"
 METHOD = "PDBUS_SGLANG_METHOD"
+CACHE_WEIGHT = "PDBUS_SGLANG_CACHE_WEIGHT"
 BUS = "PDBUS_SGLANG_BUS"
 KEYS = "PDBUS_SGLANG_KEYS"
 INSTANCE = "PDBUS_SGLANG_INSTANCE"
@@ -22,6 +23,7 @@ NAMED = "PDBUS_SGLANG_NAMED"  # set for the children: the --load-balance-method 
 ROOM_S = "PDBUS_SGLANG_ROOM_S"
 LOST_S = "PDBUS_SGLANG_LOST_S"
 
+DAY_S = 86_400.0
 _WORDS = {"on": True, "1": True, "true": True, "off": False, "0": False, "false": False}
 
 
@@ -34,6 +36,7 @@ class Settings:
     on: bool = False
     method: str = ""  # of load balancing; empty: SGLang's own --load-balance-method, by our loads
     named: str = ""  # its value before SGLang resolved it; empty: auto
+    cache_weight: float = 1.0  # cache_aware: worth of a token that a rank caches, in tokens of load
     bus: str = ""  # the bus of an external broker; empty: each server has its own
     keys: str = ""
     instance: str = ""  # the server's name on the bus; empty: from the nonce
@@ -67,14 +70,15 @@ def read(environ: Mapping[str, str]) -> Settings:
         on=True,
         method=method,
         named=environ.get(NAMED, ""),
+        cache_weight=_number(environ, CACHE_WEIGHT, Settings.cache_weight, 0.0, 1000.0, "a number"),
         bus=bus,
         keys=environ.get(KEYS, ""),
         instance=instance,
         http=_switch(environ, HTTP, False),
         nonce=_nonce(environ.get(NONCE) or environ.get(DRAWN, "")),
         nonce_given=bool(environ.get(NONCE)),
-        room_s=_seconds(environ, ROOM_S, Settings.room_s, 1.0),
-        lost_s=_seconds(environ, LOST_S, Settings.lost_s, 5.0),  # an idle rank publishes once a second
+        room_s=_number(environ, ROOM_S, Settings.room_s, 1.0, DAY_S, "seconds"),
+        lost_s=_number(environ, LOST_S, Settings.lost_s, 5.0, DAY_S, "seconds"),  # an idle rank publishes once a second
     )
 
 
@@ -85,15 +89,15 @@ def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
     return _WORDS[word] if word else default
 
 
-def _seconds(environ: Mapping[str, str], name: str, default: float, least: float) -> float:
+def _number(environ: Mapping[str, str], name: str, default: float, least: float, most: float, what: str) -> float:
     text = environ.get(name, "")
     try:
-        seconds = float(text) if text else default
+        number = float(text) if text else default
     except ValueError:
-        seconds = -1.0
-    if not least <= seconds <= 86_400.0:
-        raise ConfigError(f"{name}={text!r}: seconds, between {least:g} and 86400")
-    return seconds
+        number = -1.0
+    if not least <= number <= most:
+        raise ConfigError(f"{name}={text!r}: {what}, between {least:g} and {most:g}")
+    return number
 
 
 def _nonce(text: str) -> int:

@@ -44,6 +44,7 @@ TYPED = {
     "pdbus replay --unified-ranks 8": "tests/integration/test_replay_command.py",
     "pdbus replay --keep 0.9": "tests/integration/test_replay_command.py",
     "pdbus replay --link-s-per-token": "tests/integration/test_replay_command.py",
+    "export PDBUS_SGLANG_METHOD=cache_aware": "tests/real_sglang/test_servers_live.py",
     "pdbus serve --front vllm": "tests/real_vllm/test_front_live.py",
     "PDBUS_VLLM_CONTROLLER=tcp": "tests/real_vllm/test_front_live.py",
     "pdbus replay conversation_trace.jsonl --methods all": HERE,

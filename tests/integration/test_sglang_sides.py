@@ -355,6 +355,37 @@ def test_the_dp_controller_picks_by_what_its_ranks_publish(fleet: Callable[..., 
     until(lambda: rank.acked == 1, "its report has come")
 
 
+@pytest.mark.parametrize("page", [16, 0])
+def test_ranks_that_keep_no_cache_draw_no_prompt(
+    fleet: Callable[..., Fleet], page: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As decode ranks without --disaggregation-decode-enable-radix-cache; it would cost balance and save nothing."""
+    made = fleet(PDBUS_SGLANG_METHOD="cache_aware")
+    monkeypatch.setattr(engine, "page_size", lambda _controller: page)
+    controller = taken_over(made)
+    for rid, tokens in (("a", 500), ("b", 10), ("again", 500)):
+        controller.dispatching(request(rid, tokens))
+    at = {rid: socket for socket, rid in made.sent}
+    assert at["again"] == at["a" if page else "b"]
+    assert ("pdbus.caches.none" in caplog.text) is (page == 0)
+
+
+@pytest.mark.parametrize(("weight", "stays"), [("", False), ("4", True)])
+def test_a_weight_says_how_long_a_prompt_stays_with_its_cache(
+    fleet: Callable[..., Fleet], port: int, weight: str, stays: bool
+) -> None:
+    """At decode: its rank is to hold 800 tokens more than the other, and caches 500 of them."""
+    made = fleet(
+        with_port(PREFILL, port, role="decode"), PDBUS_SGLANG_METHOD="cache_aware", PDBUS_SGLANG_CACHE_WEIGHT=weight
+    )
+    controller = taken_over(made)
+    controller.dispatching(request("a", 500, routed=0))
+    controller.dispatching(SimpleNamespace(rid="other", input_ids=[7] * 300, bootstrap_room=0, routed_dp_rank=0))
+    controller.dispatching(request("again", 500))
+    ((socket, _),) = made.sent
+    assert (socket == controller.workers[0]) is stays
+
+
 @pytest.mark.parametrize(
     ("changes", "environ", "says"),
     [

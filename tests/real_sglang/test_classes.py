@@ -24,7 +24,7 @@ from servers import ROOT, free_port_with, until
 
 from benchmarks import peers_sides
 from benchmarks.harness import Scope, Workspace
-from benchmarks.sglang_parts import Hosted, Manager
+from benchmarks.sglang_parts import CONFIG, Hosted, Manager
 from benchmarks.sglang_parts import generate as tokenized
 from bus import Resolver
 from controller.policies import POLICIES
@@ -58,6 +58,29 @@ def test_installing_pdbus_changes_no_version_that_is_installed(tmp_path: Path) -
         check=True, timeout=300,
     )  # fmt: skip
     assert [each["metadata"]["name"] for each in json.loads(report.read_text())["install"]] == ["pdbus"]
+
+
+PAGES_OF_DECODE = """
+import sys
+from types import SimpleNamespace
+from sglang.srt.server_args import prepare_server_args
+from pdbus.sglang import engine
+for flags in ((), ("--disaggregation-decode-enable-radix-cache",)):
+    args = prepare_server_args(
+        ["--model-path", sys.argv[1], "--device", "cpu", "--attention-backend", "torch_native", "--page-size", "16",
+         "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake", *flags]
+    )
+    args.resolve_once()
+    print("page", engine.page_size(SimpleNamespace(server_args=args)))
+"""
+
+
+def test_a_decode_server_has_a_cache_to_go_by_where_it_was_told_to_keep_one(tmp_path: Path) -> None:
+    """As SGLang resolves its own flags; in a process of its own, since that may be done once."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    command = [sys.executable, "-c", PAGES_OF_DECODE, str(tmp_path)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    assert [line for line in said.splitlines() if line.startswith("page ")] == ["page 0", "page 16"]
 
 
 # --- a server in this process -----------------------------------------------------------------------------------------

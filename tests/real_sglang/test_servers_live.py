@@ -41,6 +41,13 @@ def prompt(seed: int, length: int) -> list[int]:
 PREFIX = prompt(99, 40 * PAGE)
 PROMPTS = [prompt(seed, 8 if seed % 3 else 900) for seed in range(12)]
 ALIKE = [PREFIX + prompt(seed, 20) for seed in range(100, 106)]
+OPENINGS = [prompt(seed, 21 * PAGE - 7) for seed in range(200, 204)]  # an answer, but its last token, fills the page
+TURNS = 3
+
+
+def next_turn(ids: list[int], answer: list[int]) -> list[int]:
+    """A conversation's next prompt: the last one, its answer, and what is said then."""
+    return [*ids, *answer, *prompt(ids[0] + len(ids), 40)]
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +73,11 @@ class Stock:
             bodies = [{"input_ids": ids, "sampling_params": greedy(8)} for ids in [*PROMPTS, *ALIKE]]
             answers = [ask(body)["output_ids"] for body in bodies]
             self.answers = {tuple(body["input_ids"]): answer for body, answer in zip(bodies, answers, strict=True)}
+            for ids in OPENINGS:
+                for _ in range(TURNS):
+                    answer = ask({"input_ids": ids, "sampling_params": greedy(8)})["output_ids"]
+                    self.answers[tuple(ids)] = answer
+                    ids = next_turn(ids, answer)
             pair = Pair(started["prefill"], started["decode"], port)
             self.pairs = pair.ask_all(PROMPTS[1:3], timeout_s=HANG_S)
 
@@ -230,7 +242,8 @@ def cache_aware(
         return "--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": endpoint, "bind": True})
 
     common = (*DP_2, "--page-size", str(PAGE))
-    servers = {"prefill": (*prefill(port), *common, *events()), "decode": (*DECODE, *common, *events())}
+    keeps = (*DECODE, "--disaggregation-decode-enable-radix-cache")
+    servers = {"prefill": (*prefill(port), *common, *events()), "decode": (*keeps, *common, *events())}
     env = {
         "PYTHONPATH": plugins(folder / "path", pdbus=True), "PDBUS_TEST_QUERIES": str(folder / "queries"),
         "PDBUS_SGLANG_METHOD": "cache_aware", "PDBUS_SGLANG_BUS": broker.address,
@@ -251,12 +264,40 @@ def test_prompts_go_where_their_prefix_is_cached(cache_aware: tuple[Plugged, Bro
     assert all(prefilled["meta_info"]["cached_tokens"] >= len(PREFIX) for prefilled, _ in answers[1:])
 
     def moves_on() -> bool:
-        flush = f"http://127.0.0.1:{plugged.servers['prefill'].port}/flush_cache"
-        with urllib.request.urlopen(urllib.request.Request(flush, method="POST"), timeout=60) as answer:
-            assert answer.status == 200
+        flush(plugged.servers["prefill"])
         return ranks_of(stock, ALIKE[:1], plugged.pair.ask_all(ALIKE[:1]))[0][0] != sticky
 
     until(moves_on, "a flushed cache draws nobody", 60)
+
+
+def flush(server: Server) -> None:
+    """Have all its ranks forget what they cache."""
+    url = f"http://127.0.0.1:{server.port}/flush_cache"
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60) as answer:
+        assert answer.status == 200
+
+
+def test_a_conversation_goes_on_at_the_decode_rank_that_has_it(
+    cache_aware: tuple[Plugged, Broker], stock: Stock
+) -> None:
+    """Each turn asks the other conversation of a pair first, so whoever takes turns gets none of them right. Prefill
+    has forgotten all: what is cached then is what the decode rank kept, answers included."""
+    plugged, _ = cache_aware
+    prompts, homes = OPENINGS, []
+    for turn in range(TURNS):
+        flush(plugged.servers["prefill"])
+        asked = [prompts[at ^ turn % 2] for at in range(len(prompts))]
+        answers = plugged.pair.ask_all(asked, at_once=1)
+        ranks = [second for _, second in ranks_of(stock, asked, answers)]
+        ranks = [ranks[at ^ turn % 2] for at in range(len(prompts))]
+        assert sorted(ranks) == [0, 0, 1, 1]
+        homes.append(ranks)
+        for ids, (prefilled, decoded) in zip(asked, answers, strict=True):
+            had = 0 if turn == 0 else (len(ids) - 40 - 1) // PAGE * PAGE
+            assert prefilled["meta_info"]["cached_tokens"] == 0
+            assert decoded["meta_info"]["cached_tokens"] == had
+        prompts = [next_turn(ids, stock.answers[tuple(ids)]) for ids in prompts]
+    assert homes == [homes[0]] * TURNS
 
 
 def test_the_broker_dies_and_comes_back(cache_aware: tuple[Plugged, Broker], stock: Stock) -> None:

@@ -37,7 +37,10 @@ def _variables(text: str) -> list[str]:
     return re.findall(r"\bPDBUS_SGLANG\w*", text)
 
 
-@pytest.mark.parametrize(("variable", "field"), [(settings.ROOM_S, "room_s"), (settings.LOST_S, "lost_s")])
+@pytest.mark.parametrize(
+    ("variable", "field"),
+    [(settings.ROOM_S, "room_s"), (settings.LOST_S, "lost_s"), (settings.CACHE_WEIGHT, "cache_weight")],
+)
 def test_defaults_are_those_of_the_code(variable: str, field: str) -> None:
     (line,) = [line for line in TEXT.splitlines() if line.startswith(f"| `{variable}` |")]
     assert line.split("|")[3].strip() == f"{getattr(Settings(), field):g}"

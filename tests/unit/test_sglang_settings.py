@@ -36,6 +36,8 @@ def test_nothing_is_checked_while_it_is_off() -> None:
         ("PDBUS_SGLANG_INSTANCE", "a b", "a name has 1 to 64"),
         ("PDBUS_SGLANG_NONCE", "-1", "a whole number"),
         ("PDBUS_SGLANG_ROOM_S", "soon", "seconds"),
+        ("PDBUS_SGLANG_CACHE_WEIGHT", "-1", "a number, between 0 and 1000"),
+        ("PDBUS_SGLANG_CACHE_WEIGHT", "nan", "a number"),
         ("PDBUS_SGLANG_LOST_S", "4", "between 5 and 86400"),
         ("PDBUS_SGLANG_KEYS", "/keys", "needs PDBUS_SGLANG_INSTANCE"),
     ],
