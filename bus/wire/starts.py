@@ -1,4 +1,4 @@
-"""Which of two starts of one rank has its place: one rule for broker and controllers."""
+"""The rule by which one of two starts of a rank has its place, for broker and controllers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the sessions (conversations) of requests without block hashes are: the rank of the last turn, and how much of
-the next prompt it probably caches. It knows no loads.
+"""The places of sessions (conversations) whose requests have no block hashes: the rank of the last turn, and how much
+of the next prompt it probably caches. It knows no loads.
 
 A turn's prompt begins with the last turn's, so the rank that had it is taken to cache that many tokens, for KEPT_S
 after its last turn. Where requests have hashes, those say more, and nothing is kept here.

@@ -125,7 +125,7 @@ class Request:
         self.order = 0  # its policy's number then
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts
-        self.predicted_s = 0.0  # until its first token, for the trip that it makes; 0: nobody did
+        self.predicted_s = 0.0  # until its first token, for the trip that it makes; 0: unknown
         self.past: tuple[EventTuple, ...] = ()  # waits, and attempts before this one
         self.trace = submit.trace  # the trace context for its legs
 

@@ -166,7 +166,7 @@ class KvLender:
         return self._reclaim(leg)
 
     def tick(self, now: float) -> list[Action]:
-        """Take back what nobody reads any more, and forget questions whose leg never came."""
+        """Take back what is read no longer, and forget questions whose leg never came."""
         while self._parked and now - next(iter(self._parked)).since >= LEND_S:
             self._parked.pop_oldest()
         silent = [leg for leg in self._legs if leg.borrower is not None and now - leg.borrowed_at >= LEND_S]

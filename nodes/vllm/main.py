@@ -113,7 +113,7 @@ def _engine(
         keep_to(cores, reaper.processes())
         facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
         if facts.decode_cache:
-            versions.tell_local_hits(engine.client)
+            versions.report_local_hits(engine.client)
         log_loaded(facts)
         for index, dp_rank in enumerate(config.dp_ranks):
             runner = VllmRunner(

@@ -50,6 +50,6 @@ class SafeWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
 
 def _is_over(meta: Any) -> bool:
-    """Return true if the lease is over; one that nobody stated is."""
+    """Return true if the lease is over; one that was not stated is."""
     end: float | None = meta.remote.blocks_expiry_time
     return end is None or time.perf_counter() >= end

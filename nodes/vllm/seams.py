@@ -1,9 +1,9 @@
-"""What of vLLM a decode rank that keeps its KV caches leans on (`nodes.vllm.safe_pulls`), and the check that it is as
-it was read.
+"""The parts of vLLM that a decode rank with KV caches of its own leans on (`nodes.vllm.safe_pulls`), and the check that
+they are as they were read.
 
-That no late KV cache is kept follows from how vLLM counts failed reads, in its workers and its scheduler, and nobody
-promises that. So not names alone are compared but the source text of each function. `python -m nodes.vllm.seams` prints
-the table for the vLLM that is installed: after reading what differs, put it here.
+That no late KV cache is kept follows from how vLLM counts failed reads, in its workers and its scheduler, and no
+promise says so. So not names alone are compared but the source text of each function. `python -m nodes.vllm.seams`
+prints the table for the vLLM that is installed: after reading what differs, put it here.
 """
 
 from __future__ import annotations

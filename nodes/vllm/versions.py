@@ -374,7 +374,7 @@ def _exchange_factors(config: Any) -> tuple[str, ...]:
     return *found, compute_nixl_compatibility_hash(config, backend)
 
 
-def tell_local_hits(client: Any) -> None:
+def report_local_hits(client: Any) -> None:
     """Let the outputs of a decode engine that keeps its KV caches say in `num_cached_tokens` what of the prompt was in
     its own cache; vLLM adds what was fetched to it, or says what prefill had cached."""
     processor = client.output_processor

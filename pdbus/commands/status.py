@@ -152,12 +152,12 @@ def _requests(seen: Status) -> str:
 
 def _seconds_of(trips: Mapping[Trip, int], counts: Mapping[str, int]) -> str:
     """Return the mean seconds to the first token of each trip, as predicted and as they were; empty: nothing was."""
-    told = [
+    means = [
         f"{trip} {taken / number / 1e6:.3f} s ({counts[f'first_token_us_{trip}_predicted'] / number / 1e6:.3f})"
         for trip, number in trips.items()
         if (taken := counts.get(f"first_token_us_{trip}_taken"))
     ]
-    return f"; to the first token (predicted): {', '.join(told)}" if told else ""
+    return f"; to the first token (predicted): {', '.join(means)}" if means else ""
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

@@ -71,7 +71,7 @@ class PromptRun:
 class LabScheduler(Scheduler):
     """The nodes' `Scheduler` with runs of like steps, and its decoding sequences as one batch.
 
-    Every step takes a token of each of them, so that the batch is a count and a sum, and a heap knows who ends next:
+    Every step takes a token of each of them, so that the batch is a count and a sum, and a heap has the next end first:
     a step costs by the sequences that begin, end or name blocks with it. What a sequence has computed is brought up to
     date then. No sequence here has a client, and none is cancelled while it decodes."""
 

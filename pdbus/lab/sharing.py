@@ -1,4 +1,4 @@
-"""What controllers tell each other in virtual time: the counters of what each has sent to the ranks of a role. Owns
+"""The messages between controllers in virtual time: the counters of what each has sent to the ranks of a role. Owns
 when they are published, and their loss on the way.
 """
 

@@ -1,5 +1,5 @@
 """One side of the virtual cluster: the ranks of a role, and at each controller a chooser among them with the reports
-and KV events that reach it. Owns who hears what; it moves no request.
+and KV events that reach it. Owns these connections; it moves no request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Side:
         ]
         if kind.kv_events:
             for dp_rank, rank in enumerate(ranks):
-                rank.steps_taken.append(partial(self._tell_cache, dp_rank, rank))
+                rank.steps_taken.append(partial(self._report_cache, dp_rank, rank))
 
     def share(self, rng: random.Random) -> None:
         """Let the controllers share their counters from now on; `rng` draws losses."""
@@ -64,7 +64,7 @@ class Side:
             rank.steps_taken.append(lambda: on_step(self._loop.now + self._delay_s))
         return reports
 
-    def _tell_cache(self, dp_rank: int, rank: VirtualRank) -> None:
+    def _report_cache(self, dp_rank: int, rank: VirtualRank) -> None:
         """Deliver a rank's KV events. Lost events are repeated (by sequence numbers), so they are late but never
         missing."""
         events = rank.take_kv_events()

@@ -79,7 +79,7 @@ class Transfers:
         self._loop.call_later(self._hop_s, self.release, number)
 
     def release(self, number: int) -> None:
-        """Let the prefill rank free the KV cache of a request, which nobody needs any more."""
+        """Let the prefill rank free the KV cache of a request, which is not needed any more."""
         self._prefill[self._courses[number].prefill_rank].release(number)
 
     # --- a prefill rank reads back --------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def test_the_policies_pages_decode_caches(place: Path) -> None:
         terminal.type(f"{up} 2> up.log & up=$!", ["READY bus=…"])
         for _ in range(2):
             terminal.type(f"pdbus generate --tokens --max-tokens 2 '{ids}' && echo it went well", ["it went well"])
-        terminal.type("pdbus status", ["requests: 0 live, 0 waiting, 2 done; trips: delta 1, whole 1"])
+        terminal.type("pdbus status", ["requests: 0 live, 0 waiting, 2 done; trips: at_decode 1, whole 1"])
         terminal.type("kill $up; wait $up; echo $?", ["130"])
 
 

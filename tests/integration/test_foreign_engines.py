@@ -236,6 +236,7 @@ def test_a_decode_engine_that_keeps_its_kv_caches_computes_and_fetches_what_it_l
                 assert result.cached_tokens == (len(prompt) - 2 if kept else 0) // BLOCK * BLOCK
             prompt = [*prompt, *result.ids, 5, 6]
             if turn == 2:
+                until(lambda: not client.status().counts["requests"], "the controller knows that it is done")
                 processes.children["d"].send(signal.SIGKILL)
                 processes.children["d"].wait(WAIT_S)
                 processes.engine("decode", "d", "30", "0", "keeps")

@@ -320,7 +320,7 @@ def test_outputs_say_what_the_decode_engine_itself_had_cached() -> None:
     said: list[Any] = []
     states = {"a": SimpleNamespace(remote_prefill_cached_tokens=640), "b": SimpleNamespace()}
     processor = SimpleNamespace(request_states=states, process_outputs=lambda outputs, stamp: said.append(stamp))
-    versions.tell_local_hits(SimpleNamespace(output_processor=processor))
+    versions.report_local_hits(SimpleNamespace(output_processor=processor))
     stats = SimpleNamespace(num_local_cached_tokens=96)
     outputs = [SimpleNamespace(request_id=id, prefill_stats=it) for id, it in (("a", stats), ("b", None), ("c", stats))]
     processor.process_outputs(outputs, 5.0)
