@@ -73,9 +73,9 @@ def test_poison_that_shows_itself_mid_stream_is_failed_too() -> None:
         assert result.code == "poison", result
         assert got == sim_generate(prompt, 40)[: len(got)]
         # A dying rank takes along the tokens that have not left it, so it is luck how far each rank gets. Each token
-        # that arrives starts the count of three losses again: so many may die before the first token and after each.
-        assert len(got) <= 2
-        assert len(killed) <= 3 * (len(got) + 1)
+        # that arrives starts the count of losses again. So one rank may die before the first token and one after each
+        # further token, but two may die after the last one.
+        assert len(killed) <= len(got) + 2 <= 4
         for part in killed:
             cluster.restart(part)
         clean = next([n] for n in range(3, 500) if deadly not in [n, *sim_generate([n], 10)])
