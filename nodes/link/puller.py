@@ -95,13 +95,7 @@ class KvPuller:
             return []
         if leg.state is not LegState.RUNNING:
             return []
-        intact = block_crc32(leg.room, leg.kv_attempt, message.index, data) == message.crc32
-        take = TakeBlock(leg, message.index, data, intact)
-        if intact:
-            return [take]
-        self._counts["kv_block_damaged"] += 1
-        fields = leg.about | {"index": message.index, "bytes": len(data)}
-        return [Note("kv_block.damaged", "warning", fields=fields), take]
+        return take_block(leg, leg.kv_attempt, message, data, self._counts)
 
     def pull(self, leg: Leg, first: int, count: int, now: float) -> list[Action]:
         """Ask the prefill rank for blocks `first` .. `first`+`count`-1, because the leg's runner wants them."""
@@ -194,6 +188,17 @@ class KvPuller:
     def _waits_no_more(self, leg: Leg) -> None:
         self.waiting -= 1
         self.waiting_tokens -= leg.waits_tokens
+
+
+def take_block(leg: Leg, attempt: int, block: KvBlock, data: bytes | memoryview, counts: Counter[str]) -> list[Action]:
+    """Give a block of a leg's prompt to its runner. One that is damaged is counted, and the runner pulls it again."""
+    intact = block_crc32(leg.room, attempt, block.index, data) == block.crc32
+    take = TakeBlock(leg, block.index, data, intact)
+    if intact:
+        return [take]
+    counts["kv_block_damaged"] += 1
+    fields = leg.about | {"index": block.index, "bytes": len(data)}
+    return [Note("kv_block.damaged", "warning", fields=fields), take]
 
 
 def _sent_at(leg: Leg, meta: KvMeta) -> float:

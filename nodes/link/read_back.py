@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from bus.actions import Note, Send
-from bus.wire.hashing import block_crc32
+from bus.actions import Send
 from bus.wire.messages import KvBlock, KvDone, KvFail, KvMeta, KvPull
-from nodes.link.actions import Action, Lend, Readable, Reclaim, SendBlock, TakeBlock
+from nodes.link.actions import Action, Lend, Readable, Reclaim, SendBlock
 from nodes.link.facts import RankFacts
 from nodes.link.leg import Leg, LegState
+from nodes.link.puller import take_block
 from nodes.link.rooms import ByRoom
 
 READ_WAIT_S = 1.0  # for the decode rank's first answer
@@ -49,15 +49,7 @@ class KvReader:
         if leg is None or not leg.kv_wanted or message.attempt != leg.attempt:
             return []
         if isinstance(message, KvBlock):
-            if not leg.reads:
-                return []
-            intact = block_crc32(leg.room, leg.attempt, message.index, data) == message.crc32
-            take = TakeBlock(leg, message.index, data, intact)
-            if intact:
-                return [take]
-            self._counts["kv_block_damaged"] += 1
-            fields = leg.about | {"index": message.index, "bytes": len(data)}
-            return [Note("kv_block.damaged", "warning", fields=fields), take]
+            return take_block(leg, leg.attempt, message, data, self._counts) if leg.reads else []
         if isinstance(message, KvFail):
             return [Readable(leg, 0)]
         if leg.reads or not message.ready:
