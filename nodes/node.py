@@ -22,6 +22,7 @@ from nodes.metrics import NodeFigures, snapshot
 
 RELOADS = ("max-waiting", "hold-s", "trace-bytes", "drain-s", "log-level")  # settings that may change while it runs
 CHECK_S = 0.25  # for deadlines; what changes is looked at in the same turn
+STOOD_STILL_S = 1.0  # without a look at the clock: the process was stopped, or its machine slept
 LOG_WAITING_S = 2.0
 
 log = get_logger("node")
@@ -53,7 +54,7 @@ class Node:
         self.host = Host(config, loop, runners, self._check, spans)
         self._figures_of_runners = figures
         self._on_ready: Callable[[Node], None] | None = None
-        self._began = self._logged_at = loop.clock()
+        self._began = self._logged_at = self._checked_at = loop.clock()
         self._drain_began: float | None = None
         self._left = False
         self._stop_metrics: Callable[[], None] = lambda: None
@@ -129,6 +130,9 @@ class Node:
 
     def _check(self) -> None:
         now = self.loop.clock()
+        if now - self._checked_at > STOOD_STILL_S:
+            self._began += now - self._checked_at  # nothing could be heard meanwhile
+        self._checked_at = now
         if self._on_ready is not None:
             self._check_ready(now)
         if self.host.failure is not None and self._drain_began is None:
@@ -162,7 +166,7 @@ class Node:
             silent = f"{' and '.join(missing)} did not answer (waited {self.config.wait_s:g} s): {why}"
             fenced = self.host.fenced()
             self.failure = Replaced(f"{fenced}; this one leaves") if fenced else StartError(silent)
-            self.leave() if fenced else self._give_up()
+            self._give_up()
 
     def _give_up(self) -> None:
         """Leave with a goodbye: a controller that is there may have sent requests already. They go elsewhere, and no

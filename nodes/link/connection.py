@@ -75,9 +75,9 @@ class RankEndpoint(Protocol):
 
 class Connection:
     """The connection; all methods are for the loop's thread, and none blocks. `key` names it to the rank's core as the
-    owner of legs. `welcome` is None until the controller has answered. `fenced` is the reason why the controller
-    refuses this start of the rank. `unsent` counts messages that the queue did not take. `rejected(socket, error,
-    peer)` is called for each invalid message."""
+    owner of legs. `welcome` is None until the controller has answered, and when it refuses this start of the rank
+    since; `fenced` is its reason. `unsent` counts messages that the queue did not take. `rejected(socket, error, peer)`
+    is called for each invalid message."""
 
     def __init__(
         self, sockets: Sockets, rank: RankEndpoint, key: int, endpoint: str, clock: Callable[[], float],
@@ -198,7 +198,7 @@ class Connection:
         elif isinstance(message, Refused):
             log.warning("controller.refused", endpoint=self.endpoint, code=message.code, why=message.message)
             if message.code == "fenced":
-                self.fenced = message.message
+                self.welcome, self.fenced = None, message.message
                 rank.superseded(message.message)
 
     def close(self, *, linger_ms: int) -> None:

@@ -6,6 +6,7 @@ They look at the records of cores, and say once more, in their own words, what t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from laws import check, of_controller
@@ -298,7 +299,10 @@ def _asleep(world: World, node: NodeProcess) -> None:
     epochs = {rank.epoch for rank in node.part.host.ranks.values()}
     for (epoch, _), given_up in world.given_up.items():
         if epoch in epochs:
-            given_up[:] = [(attempt, node.paused_until if when >= world.now else when) for attempt, when in given_up]
+            given_up[:] = [
+                (attempt, max(when, node.paused_until) if when >= node.paused_since else when)
+                for attempt, when in given_up
+            ]
 
 
 # --- ends and rest --------------------------------------------------------------------------------------------------
@@ -346,12 +350,13 @@ def at_rest(world: World) -> None:
         if node.alive:
             for rank in node.part.host.ranks.values():
                 for asked in once:
-                    _history(world, asked, rank)
+                    _history(world, asked, rank, node.part.host.ranks.values())
 
 
-def _history(world: World, asked: Asked, rank: Any) -> None:
+def _history(world: World, asked: Asked, rank: Any, beside_it: Collection[Any]) -> None:
     """Of one request at one start of a rank: its attempts rise, none begins that was given up, and its client knows
-    what was cached."""
+    what was cached. Of a request that was begun again by the same number it may have read the end of the other one,
+    which the same process (`beside_it`: its ranks) had."""
     newest: dict[int, tuple[int, float]] = {}  # of each room: the attempt, and until when its rank remembers it
     for record in sorted(rank.core.history.of(asked.rid), key=lambda record: record.taken_at):
         attempt, until = newest.get(record.room, (0, 0.0))
@@ -366,7 +371,8 @@ def _history(world: World, asked: Asked, rank: Any) -> None:
         if result is None or result.code != "ok" or result.attempts > 1 or record.code != "ok" or result.decode is None:
             continue
         if record.role != "prefill" and (result.decode.epoch, 1) == (rank.epoch, record.attempt):
-            if result.finish in ("stop", "length") and result.cached_tokens not in (0, record.cached_tokens):
+            said = {0, *(each.cached_tokens for beside in beside_it for each in beside.core.history.of(asked.rid))}
+            if result.finish in ("stop", "length") and result.cached_tokens not in said:
                 raise Broken("its client knows what was cached", f"{result}: {record}", asked.rid)
             if not world.befell and result.cached_tokens != record.cached_tokens:
                 raise Broken("its client knows what was cached", f"{result}: {record}", asked.rid)

@@ -34,6 +34,7 @@ WAITS_S = 2.0  # beside a rank that would take it
 NEW_S = 1.2  # a start that is refused before it serves asks again so soon
 TOLD_S = 0.5  # until a start of a rank leaves that a later one has replaced
 KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what runs
+SHARED_S = 8.0  # of a rid that several requests have: a rank waits 2 s for the one that never came, its client 2 s more
 RECENT_S = 8.0  # after its end a fault is no reason any more for a try that fails
 SILENT_S = 5.0
 LET_GO_S = 20.0  # after a key was let go of nothing of its is computed
@@ -228,11 +229,13 @@ def _agreement(world: World) -> None:
     if world.knows_all_faults and not any(until > now for _, until, _ in world.befell):
         odd |= _kept(ranks, {asked.rid for asked in world.asked if asked.lives})
     odd |= _on_the_way(world, ranks)
+    of_rid = Counter(asked.rid for asked in world.asked) if odd else Counter()
     for each in list(world.odd):
         if each not in odd:
             del world.odd[each]
     for each, what in odd.items():
-        if now - world.odd.setdefault(each, now) > (TOLD_S if each[0] == "twins" else KNOWS_S):
+        most_s = TOLD_S if each[0] == "twins" else SHARED_S if of_rid[each[2]] > 1 else KNOWS_S
+        if now - world.odd.setdefault(each, now) > most_s:
             whose = f"{each[2]}, attempt {each[3]}: " if each[2] else ""
             raise Broken("controllers and ranks agree", f"{whose}{what}", each[2])
 

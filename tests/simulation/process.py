@@ -40,7 +40,7 @@ class Process:
         self.alive = False
         self.starts = 0
         self.began = 0.0  # this start of it
-        self.paused_until = 0.0
+        self.paused_since = self.paused_until = 0.0
         self.failure: BaseException | None = None
         self.sockets: list[SimSockets] = []
         self.loop: SimLoop
@@ -93,6 +93,8 @@ class Process:
             self._gone()
 
     def pause(self, seconds: float) -> None:
+        if self.paused_until <= self.world.now:
+            self.paused_since = self.world.now
         self.paused_until = max(self.paused_until, self.world.now + seconds)
 
     @property

@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -73,7 +74,8 @@ def trial(spec: Spec, hears: Callable[..., None] | None = None) -> tuple[World, 
 def name_of(error: BaseException) -> str:
     """Return what broke, whatever the numbers: the law, or the place of an exception."""
     if isinstance(error, Broken):
-        return error.law
+        words = re.findall(r"(?<!\S)[a-z]+(?!\S)", str(error)) if error.law == "at rest" else []  # no names, no numbers
+        return " ".join(["at rest", *words[2:]]) if words else error.law
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -381,9 +381,10 @@ class World:
             case "twice":
                 assert isinstance(process, RankProcess)
                 self._again(process)
+        late_s = fault.much if fault.kind == "slow" else 0.0  # what was sent by its end may come so much later
         if fault.kind in ("pause", "cut", "cut_one_way", "slow", "flap", "revoke", "sever"):
             for name in filter(None, (fault.who, fault.other)):
-                self.unsteady[name] = max(self.unsteady.get(name, 0.0), self.now + lasts_s)
+                self.unsteady[name] = max(self.unsteady.get(name, 0.0), self.now + lasts_s + late_s)
         self.befell.append((self.now, self.now + lasts_s + laws.TAIL_S, fault))
 
     def _flap(self, process: Process, until: float) -> None:
