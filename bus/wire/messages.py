@@ -173,6 +173,12 @@ class Load(Message, frozen=True, kw_only=True):
     fetches_total: Count = 0  # KV caches, or parts of them, that came from other ranks
     fetched_tokens_total: Count = 0  # tokens in them
     fetch_us_total: Count = 0  # microseconds from each one's beginning to its end, added up
+    # None: the rank does not say it, as one of an older version, or of an engine that does not know it.
+    kv_cached: Count | None = None  # KV tokens in reclaimable prefix-cache blocks
+    kv_pinned: Count | None = None  # KV tokens kept for other ranks alone: of prompts that are computed and not yet
+    # fetched, part of `kv_tokens`; and at a decode rank of blocks lent for read back, part of neither of these two
+    kv_sent_bytes_total: Count | None = None  # of KV blocks sent to other ranks since the epoch began
+    kv_received_bytes_total: Count | None = None  # of KV blocks that came from other ranks, damaged ones too
 
 
 # --- publications (PUB -> XSUB/XPUB -> SUB); `seq` rises by one per message of that tag and epoch -------------

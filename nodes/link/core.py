@@ -36,6 +36,7 @@ from bus.wire.messages import (
 )
 from nodes.link.actions import Action, Cancel, Leave, Over, PublishFrames, Register, Release, Start, Unregister
 from nodes.link.config import Limits
+from nodes.link.facts import OVER_THE_BUS
 from nodes.link.leg import Identity, Leg, Legs, LegState, identity_of, leg_of
 from nodes.link.puller import KvPuller, unfetched
 from nodes.link.read_back import KvLender, KvReader
@@ -97,6 +98,7 @@ class RankCore:
         self._runner_load = runner_load
         self._load_seq = 0
         self._fetches = self._fetched_tokens = self._fetch_us = 0
+        self._kv_sent_bytes = self._kv_received_bytes = 0
 
     def __len__(self) -> int:
         return len(self.legs)
@@ -197,6 +199,8 @@ class RankCore:
     def kv_message(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
         """Take in what a prefill rank sent for a decode leg, or a decode rank for a prefill leg that reads back; `data`
         is the frame after the message (empty: none)."""
+        if isinstance(message, KvBlock):
+            self._kv_received_bytes += len(data)
         if self.role == "prefill":
             return self.reader.received(message, data, now)
         return self.puller.received(message, data, now)
@@ -216,6 +220,10 @@ class RankCore:
             return self._end(leg, "ok", "", now)
         code = end_of_other("prefill", message.code)
         return self._end(leg, code, f"the decode leg ended: {message.code}", now)
+
+    def kv_sent(self, count: int) -> None:
+        """Count the bytes of a KV block that the shell has sent."""
+        self._kv_sent_bytes += count
 
     # --- what the runner says -----------------------------------------------------------------------------------
 
@@ -335,10 +343,13 @@ class RankCore:
         load and acknowledgements are of one moment."""
         self._load_seq += 1
         facts = self.facts
+        moves_blocks = facts.kv_transfer == OVER_THE_BUS
         return replace(
             self.figures(), seq=self._load_seq, acks=self.reports.acks, kv_capacity=facts.kv_capacity,
             max_running=facts.max_running, fetches_total=self._fetches, fetched_tokens_total=self._fetched_tokens,
             fetch_us_total=self._fetch_us,
+            kv_sent_bytes_total=self._kv_sent_bytes if moves_blocks else None,
+            kv_received_bytes_total=self._kv_received_bytes if moves_blocks else None,
         )  # fmt: skip
 
     def recall(self, rid: str, wall_s: float) -> tuple[TraceEvent, ...]:

@@ -82,17 +82,20 @@ class KvPeers:
         except zmq.Again:
             self.rejected["unsent"] += isinstance(message, KvDone)  # a pull is repeated
 
-    def serve(self, block: SendBlock, data: memoryview) -> None:
-        """Send one block, with its bytes `data`, to a peer that pulled it. ZeroMQ may read them later, without a
-        notice; if they change meanwhile or do not arrive, the peer sees it by the checksum and asks again."""
+    def serve(self, block: SendBlock, data: memoryview) -> int:
+        """Send one block, with its bytes `data`, to a peer that pulled it, and return how many bytes were sent. ZeroMQ
+        may read them later, without a notice; if they change meanwhile or do not arrive, the peer sees it by the
+        checksum and asks again."""
         leg = block.leg
         crc32 = block_crc32(leg.room, leg.attempt, block.index, data)
         header = encode(KvBlock(leg.room, leg.attempt, block.index, block.tokens, crc32, leg.client))
         try:
             self._router.send_multipart([block.peer, header, data], zmq.NOBLOCK, copy=False)
-            self.sent_bytes += len(data)
         except zmq.ZMQError:  # its queue is full, or it is gone
             self.unsent_blocks += 1
+            return 0
+        self.sent_bytes += len(data)
+        return len(data)
 
     def tick(self, now: float) -> None:
         """Close the connections without a pull that were not used for IDLE_S. Call it now and then."""

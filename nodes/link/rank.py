@@ -324,7 +324,8 @@ class LinkedRank:
         host, now = self._host, self._host.now
         match action:
             case SendBlock():
-                host.kv.serve(action, cast(BlockRunner, self.runner).export(action.leg, action.index))
+                data = cast(BlockRunner, self.runner).export(action.leg, action.index)
+                self.core.kv_sent(host.kv.serve(action, data))
             case Send(message=KvPull() | KvDone() as message):
                 host.kv.request(action.peer, message, self.kv_received)
             case Send():

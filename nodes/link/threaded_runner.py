@@ -70,8 +70,10 @@ class LegAccounting:
         self.running = 0
         self.waiting_tokens = 0
         self.kv_tokens = 0
+        self.kv_pinned = 0  # of these, of legs that are held for their decode ranks
         self.begun: set[Leg] = set()  # legs that the scheduler has begun; it may begin one again after a preemption
         self._waits: dict[Leg, int] = {}  # so many tokens; NOTHING: the leg runs
+        self._held: set[Leg] = set()
 
     def __contains__(self, leg: Leg) -> bool:
         return leg in self._waits
@@ -96,6 +98,9 @@ class LegAccounting:
         if waits == NOTHING:
             self.running -= 1
             self.kv_tokens -= leg.prompt_tokens
+            if leg in self._held:
+                self._held.remove(leg)
+                self.kv_pinned -= leg.prompt_tokens
         elif waits is not None:
             self.waiting_tokens -= waits
 
@@ -109,6 +114,9 @@ class LegAccounting:
                 self.running += 1
                 self.waiting_tokens -= waits
                 self.kv_tokens += leg.prompt_tokens
+            if isinstance(event, Held) and leg in self._waits and leg not in self._held:
+                self._held.add(leg)
+                self.kv_pinned += leg.prompt_tokens
         elif isinstance(event, _ENDS):
             self.end(event.leg)
 
@@ -159,12 +167,13 @@ class ThreadedRunner:
     def load(self) -> Load:
         """Return the load: the legs counted here, corrected by the scheduler's last report."""
         legs, load = self._legs, self._load
+        kv_tokens = max(0, legs.kv_tokens + load.kv_tokens)
         return Load(
             seq=0,
             running=max(0, legs.running + load.running),
             waiting=max(0, legs.waiting + load.waiting),
             waiting_tokens=max(0, legs.waiting_tokens + load.waiting_tokens),
-            kv_tokens=max(0, legs.kv_tokens + load.kv_tokens),
+            kv_tokens=kv_tokens,
             step=load.step or self._outputs,
             kv_capacity=0,
             max_running=0,
@@ -173,6 +182,7 @@ class ThreadedRunner:
             output_tokens_total=self._output_tokens,
             admitted_tokens_total=self._admitted_tokens,
             computed_tokens_total=self._computed_tokens,
+            kv_pinned=min(legs.kv_pinned, kv_tokens),
         )
 
     def turn(self, now: float) -> None:

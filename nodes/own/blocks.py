@@ -62,6 +62,11 @@ class BlockPool:
         return self.blocks - self.available
 
     @property
+    def reclaimable(self) -> int:
+        """The number of cached blocks that no sequence holds."""
+        return len(self._reclaimable)
+
+    @property
     def cached(self) -> int:
         """The number of cached blocks, which a prompt could reuse."""
         return len(self._block_of)

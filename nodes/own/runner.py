@@ -149,6 +149,8 @@ class OwnRunner:
             output_tokens_total=self._output_tokens,
             admitted_tokens_total=s.admitted_tokens_total,
             computed_tokens_total=s.computed_tokens_total,
+            kv_cached=s.kv_cached,
+            kv_pinned=s.kv_pinned,
         )
 
     def turn(self, now: float) -> None:

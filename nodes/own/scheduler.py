@@ -47,6 +47,7 @@ class Scheduler:
         self.begun: deque[Sequence] = deque(maxlen=max_running)  # admitted, prompt computed here; the owner takes them
         self._in_step: list[Sequence] = []  # in the order of the plan's rows
         self._held = 0  # sequences in phase HELD
+        self._held_tokens = 0  # of their prompts
         self._lent: dict[int, list[int]] = {}  # blocks kept for another rank, by the id of a sequence to come
         self._waiting_tokens = 0
         self._kv_tokens = 0
@@ -72,6 +73,21 @@ class Scheduler:
     def kv_tokens(self) -> int:
         """The tokens in the KV memory of live sequences; never more than the blocks they hold (prefixes are shared)."""
         return min(self._kv_tokens, self.pool.held * self.pool.block_tokens)
+
+    @property
+    def kv_cached(self) -> int:
+        """The tokens in blocks of the prefix cache that no sequence holds."""
+        return self.pool.reclaimable * self.pool.block_tokens
+
+    @property
+    def kv_pinned(self) -> int:
+        """The tokens kept for other ranks alone: of prompts that are held, which are in `kv_tokens`, and of lent
+        blocks, which are not; with these never more than what is held."""
+        if not self._lent:
+            return min(self._held_tokens, self.kv_tokens) if self._held else 0
+        size = self.pool.block_tokens
+        lent = sum(len(table) for table in self._lent.values()) * size
+        return min(self._held_tokens, self.kv_tokens) + min(lent, self.pool.held * size - self.kv_tokens)
 
     @property
     def busy(self) -> bool:
@@ -284,6 +300,7 @@ class Scheduler:
         if sequence.hold:
             sequence.phase = Phase.HELD
             self._held += 1
+            self._held_tokens += sequence.computed
             del self._running[sequence.id]
         elif sequence.finish:
             self._remove(sequence)
@@ -363,10 +380,12 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         self._expect(sequence, 0)
+        if sequence.phase is Phase.HELD:
+            self._held -= 1
+            self._held_tokens -= sequence.computed
         self._hold(sequence, -sequence.computed)
         self.pool.release(sequence.table)
         sequence.table = []
-        self._held -= sequence.phase is Phase.HELD
         if sequence.phase is Phase.WAITING:
             self._queue.remove(sequence)
         self._shares.left(sequence.client, self.step)
@@ -385,9 +404,10 @@ class Scheduler:
         assert list(self._running) == [s.id for s in self._running.values()]
         assert {s.id for s in live if s.phase in SLOT_PHASES} == set(self._running)
         assert len(self._running) <= self.max_running
-        assert self._held == sum(s.phase is Phase.HELD for s in live)
+        held = [s.computed for s in live if s.phase is Phase.HELD]
+        assert (self._held, self._held_tokens) == (len(held), sum(held))
         assert self.waiting == sum(s.phase in (Phase.PARKED, Phase.WAITING) for s in live)
-        held = [*(s.table for s in live), *self._lent.values()]
-        assert len({block for table in held for block in table}) == self.pool.held
+        tables = [*(s.table for s in live), *self._lent.values()]
+        assert len({block for table in tables for block in table}) == self.pool.held
         assert all(s.computed <= len(s.table) * self.pool.block_tokens for s in live)
         assert {s for s in live if s.fed} == set(self._in_step)

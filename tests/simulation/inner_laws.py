@@ -45,6 +45,7 @@ def at_any_moment(world: World) -> None:
         elif isinstance(process, NodeProcess):
             _readers(world, process)
             _acknowledged(world, process)
+            _memory(process)
         elif isinstance(process, ClientProcess):
             _tries(world, process)
 
@@ -186,6 +187,30 @@ def _acknowledged(world: World, node: NodeProcess) -> None:
             if came > last and not socket.closed and world.now - max(when, node.paused_until) > AWAKE_S:
                 why = f"{node.name}/{number} acknowledges {last}, number {came} came at {when:.3f}"
                 raise Broken("each dispatch that comes is acknowledged", why)
+
+
+def _memory(node: NodeProcess) -> None:
+    """What a rank says of its KV memory is what its scheduler holds, and fits in it."""
+    sent_bytes = 0
+    for number, rank in node.part.host.ranks.items():
+        scheduler, load = getattr(rank.runner, "scheduler", None), rank.core.figures()
+        sent_bytes += rank.core._kv_sent_bytes
+        if scheduler is None:
+            continue
+        pool = scheduler.pool
+        free = sum(not held for held in pool._references)
+        lent = {block for table in scheduler._lent.values() for block in table}
+        held = sum(leg.prompt_tokens for leg in rank.core.legs if leg.state.value == "holding")
+        apart = load.kv_pinned if rank.core.role == "decode" else 0
+        if (
+            load.kv_cached != pool.block_tokens * (free - len(pool._free))
+            or load.kv_tokens + load.kv_cached + apart > pool.blocks * pool.block_tokens
+            or (rank.core.role != "decode" and load.kv_pinned != min(held, load.kv_tokens))
+            or (rank.core.role == "decode" and bool(load.kv_pinned) > bool(lent))
+        ):
+            raise Broken("a rank's memory is what its scheduler holds", f"{node.name}/{number}: {load}, {held} held")
+    if node.part.host.kv.sent_bytes != sent_bytes:
+        raise Broken("KV bytes are some rank's", f"{node.name}: {node.part.host.kv.sent_bytes}, {sent_bytes} of ranks")
 
 
 def _tries(world: World, client: ClientProcess) -> None:

@@ -160,6 +160,7 @@ class Rank:
             case SendBlock():
                 leg = action.leg
                 data = bytes(self.runner.export(leg, action.index))
+                self.core.kv_sent(len(data))
                 crc = block_crc32(leg.room, leg.attempt, action.index, data)
                 self._deliver(
                     action.peer.decode(),
