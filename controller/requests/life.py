@@ -427,6 +427,7 @@ class RequestLifecycle:
         try:
             if not self._attempts.place(request, now, out):
                 self._enqueue(request, now, out)
+            self.losses.goes_on(request)
         except Refusal as refusal:
             self._fail(request, code, f"{sentence}; then: {refusal.sentence}", now, out)
 

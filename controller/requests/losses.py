@@ -51,8 +51,8 @@ class Losses:
         """Handle work that is lost with a rank or its connection: each request is tried again, or fails."""
         rank = loss.rank
         if loss.died:
-            for rid, offset in self.unclear.settle(rank).items():
-                self._table.blame(rid, offset)
+            for rid, (offset, last) in self.unclear.settle(rank).items():
+                self._table.blame(rid, offset, last)
         lost = rank.work if loss.work is None else loss.work
         for rid, (request, leg) in list(lost.items()):
             if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
@@ -66,6 +66,7 @@ class Losses:
             self._attempts.ended(leg, request)
             if loss.died:
                 request.losses += 1
+                request.lost_last = True
             elif loss.died is None:
                 self.unclear.lost(rank, rid, request.submit.offset)
             self._failed(request, leg, "peer_lost", loss.why, now, out)
@@ -141,12 +142,18 @@ class Losses:
         """Mark a new request (`apart`) that may kill ranks. Raises Refusal for one that has killed too many, or may
         have: that is known within a lease (the time after which a silent rank is lost)."""
         self.unclear.begins(request.rid, request.attempt)
+        self.unclear.goes_on(request.rid, request.submit.offset)
         attempts = self._config.attempts
         if request.losses >= attempts:
             raise Refusal("poison", f"{request.losses} ranks were lost with it")
         if self.of(request) >= attempts:
             raise Refusal("peer_lost", "whether its ranks died of it is not known yet")
         request.apart = self.is_apart(request)
+
+    def goes_on(self, request: Request) -> None:
+        """Note that another attempt of the request begins here, or waits to begin."""
+        self.unclear.goes_on(request.rid, request.submit.offset)
+        request.lost_last = False
 
     def of(self, request: Request) -> int:
         """Return how many ranks have died with the request, or may have."""

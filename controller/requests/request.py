@@ -93,8 +93,8 @@ class Request:
 
     __slots__ = (
         "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "dispatched", "first_due",
-        "frames", "frames_bytes", "lane", "legs", "losses", "model", "order", "past", "peer", "places", "predicted_s",
-        "rid", "state", "submit", "trace", "tries", "work",
+        "frames", "frames_bytes", "lane", "legs", "losses", "lost_last", "model", "order", "past", "peer", "places",
+        "predicted_s", "rid", "state", "submit", "trace", "tries", "work",
     )  # fmt: skip
     arrived: int  # where it waits (`lane`): its number among those that came to
     aside: bool  # it waits only for its own wish, so others may go before it
@@ -118,6 +118,7 @@ class Request:
         self.tries = 0  # dispatches, but for those that never left
         self.dispatched = False  # ever
         self.losses = 0  # of those, ended by the loss of a rank
+        self.lost_last = False  # the last one was
         self.apart = False  # one more loss makes it poison: it goes nowhere beside another such
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it, or whose streams its client does not get
         self.lane: Lane | None = None  # where it waits

@@ -48,7 +48,8 @@ class RequestTable:
         self._orders = orders
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
-        self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
+        self._losses: OrderedDict[Rid, tuple[int, int, bool]] = OrderedDict()  # of failed requests: offset, ranks
+        # lost, whether the last attempt ended so
         # requests that failed of late, or were tried again here: their ranks may still say something of them. Room,
         # prompt tokens, the attempt that was submitted last, and the last one that was made here
         self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
@@ -106,9 +107,11 @@ class RequestTable:
         if request.deadline_at is not None:
             self._due.add(rid, request.deadline_at)
         if rid in self._losses:
-            offset, losses = self._losses.pop(rid)
+            offset, losses, last = self._losses.pop(rid)
             if offset == request.submit.offset:  # no token since: it may be what kills them
                 request.losses = losses
+            elif offset < request.submit.offset:  # its last rank died after its last token
+                request.losses = int(last)
 
     def move(self, request: Request, peer: Any) -> None:
         """Move a request to its client's new connection."""
@@ -144,14 +147,16 @@ class RequestTable:
         self.history.add(record)
         return record
 
-    def blame(self, rid: Rid, offset: int) -> None:
-        """Record that a rank has died with `rid`, which may have ended: it had no token beyond `offset` there."""
+    def blame(self, rid: Rid, offset: int, last: bool) -> None:
+        """Record that a rank has died with `rid`, which may have ended: that counts for this `offset`. `last`: no
+        attempt has begun since."""
         request = self.requests.get(rid)
         if request is not None:
             request.losses += request.submit.offset == offset
             return
-        before, losses = self._losses.get(rid, (offset, 0))
-        self._keep_losses(rid, offset, losses + 1 if before == offset else 1)
+        before, losses, was_last = self._losses.get(rid, (offset, 0, False))
+        same = before == offset
+        self._keep_losses(rid, offset, losses + 1 if same else 1, last or (same and was_last))
 
     def records(self, rid: Rid) -> list[RequestRecord]:
         """Return the records of the request with this rid, the oldest first: those that are kept, and the live one."""
@@ -210,10 +215,10 @@ class RequestTable:
             if len(self._over) > MAX_OVER:
                 del self._over[next(iter(self._over))]
         if failed and request.losses:
-            self._keep_losses(request.rid, request.submit.offset, request.losses)
+            self._keep_losses(request.rid, request.submit.offset, request.losses, request.lost_last)
 
-    def _keep_losses(self, rid: Rid, offset: int, losses: int) -> None:
-        self._losses[rid] = offset, losses
+    def _keep_losses(self, rid: Rid, offset: int, losses: int, last: bool) -> None:
+        self._losses[rid] = offset, losses, last
         if len(self._losses) > MAX_LOSSES:
             self._losses.popitem(last=False)
 

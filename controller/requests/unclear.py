@@ -20,27 +20,35 @@ MAX_UNTOLD = 16_384
 
 class Unclear:
     """The open cases. `at`: by rank, the requests that were lost with it while it is not known whether it died (a
-    lease at most). `attempts`: by rid, the newest attempt that was given up without a message to its rank, and its room
-    (None: unknown, or several); of more than `MAX_UNTOLD` the oldest is dropped."""
+    lease at most), each with the offset at which that counts, and whether no attempt has begun since. `attempts`: by
+    rid, the newest attempt that was given up without a message to its rank, and its room (None: unknown, or several);
+    of more than `MAX_UNTOLD` the oldest is dropped."""
 
     def __init__(self) -> None:
-        self.at: dict[Rank, dict[Rid, int]] = {}
+        self.at: dict[Rank, dict[Rid, tuple[int, bool]]] = {}
         self.attempts: OrderedDict[Rid, tuple[Attempt, Room | None]] = OrderedDict()
 
     def lost(self, rank: Rank, rid: Rid, offset: int) -> None:
         """Record that `rid` was lost with this rank. `offset` is its submit's: the output tokens that the client had
         when it submitted, not those that came since."""
-        self.at.setdefault(rank, {})[rid] = offset
+        self.at.setdefault(rank, {})[rid] = offset, True
 
-    def settle(self, rank: Rank) -> dict[Rid, int]:
-        """Return the requests lost with `rank`, and their offsets, and forget them: it is known now whether it has
-        died."""
+    def goes_on(self, rid: Rid, offset: int) -> None:
+        """Note that another attempt of `rid` begins, whose client has `offset` output tokens: these came before the
+        last loss, which therefore counts from now on for this offset."""
+        for lost in self.at.values():
+            if rid in lost:
+                before, last = lost[rid]
+                lost[rid] = offset if last and before < offset else before, False
+
+    def settle(self, rank: Rank) -> dict[Rid, tuple[int, bool]]:
+        """Return the requests lost with `rank`, as in `at`, and forget them: it is known now whether it has died."""
         return self.at.pop(rank, {})
 
     def count(self, rid: Rid, offset: int) -> int:
-        """Return how many ranks may have died with the request `rid`, counting only losses of a submit with exactly
-        this `offset`: a request that has got more tokens since did not kill those ranks."""
-        return sum(lost.get(rid) == offset for lost in self.at.values())
+        """Return how many ranks may have died with the request `rid`, counting only losses with exactly this
+        `offset`: a request that has got more tokens since did not kill those ranks."""
+        return sum(lost[rid][0] == offset for lost in self.at.values() if rid in lost)
 
     def untold(self, rid: Rid, attempt: Attempt, room: Room | None) -> None:
         """Record that the cancel of this attempt reached no rank."""

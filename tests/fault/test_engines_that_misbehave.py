@@ -72,10 +72,9 @@ def test_poison_that_shows_itself_mid_stream_is_failed_too() -> None:
         got, killed = live.tokens[rid], cluster.poll()
         assert result.code == "poison", result
         assert got == sim_generate(prompt, 40)[: len(got)]
-        # A dying rank takes along the tokens that have not left it, so it is luck how far each rank gets. Each token
-        # that arrives starts the count of losses again. So one rank may die before the first token and one after each
-        # further token, but two may die after the last one.
-        assert len(killed) <= len(got) + 2 <= 4
+        # A dying rank takes along the tokens that have not left it, so it is luck how far each rank gets. Two ranks may
+        # die after the last token, its sender among them, and one more before the first.
+        assert len(killed) <= len(got) + 2 <= 3
         for part in killed:
             cluster.restart(part)
         clean = next([n] for n in range(3, 500) if deadly not in [n, *sim_generate([n], 10)])

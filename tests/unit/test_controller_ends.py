@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from controller_world import EPOCH, D, P, U, failure, hello, pd, peer_of, submit, unified
+from msgspec.structs import replace
 
-from bus.wire.messages import Accepted, Cancel, Failed
-from controller.events import FromClient, Tick, ToClient, Undelivered
+from bus.wire.messages import Accepted, Cancel, Failed, Hello
+from controller.events import FromClient, Tick, ToClient, Undelivered, Unreachable
 from controller.requests.life import LOGGED_MAX
 
 
@@ -169,6 +170,34 @@ class TestRetries:
             world.submit(submit("r", attempt=epoch, offset=epoch))
             world.cut(node)
         assert [f.code for f in world.answers(Failed)] == ["peer_lost"] * 4
+
+    @pytest.mark.parametrize("silently", [True, False])
+    def test_the_rank_that_sent_the_last_token_counts_among_those_that_died_since(self, silently: bool) -> None:
+        nodes = [hello("u", n, dp_size=4) for n in range(4)]
+        world = unified(*nodes, attempts=2)
+
+        def dies(node: Hello) -> None:
+            if not silently:
+                world.feed(Unreachable(peer_of(node)))
+            world.pass_time(6.5 if silently else 0.6, alive=[other for other in nodes if other is not node])
+            nodes[nodes.index(node)] = again = replace(node, epoch=node.epoch + 1)
+            world.join(again)
+            world.report(again)
+
+        for attempt, (offset, output) in enumerate([(0, True), (1, True), (2, True), (3, False)]):
+            world.submit(submit("r", attempt=10 * attempt + 1, prompt_tokens=100 + offset, offset=offset))
+            (node,) = [node for node in nodes if world.work(node)]
+            if output:
+                world.progress(node, started=world.dispatches(node)[-1:])
+            assert [f.code for f in world.answers(Failed)] == ["peer_lost"] * attempt, (
+                "each one sent a token before it died"
+            )
+            dies(node)
+        world.submit(submit("r", attempt=50, prompt_tokens=103, offset=3))
+        assert [f.code for f in world.answers(Failed)][-1] == "poison", (
+            "two ranks died after the third token: its sender and the next one"
+        )
+        assert len(world.dispatches()) == 4
 
     def test_an_undelivered_dispatch_leaves_no_trace_in_the_estimate(self) -> None:
         world = unified()
