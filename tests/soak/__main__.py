@@ -16,6 +16,7 @@ from soak.run import SoakConfig, Verdict, run
 
 @click.command()
 @click.option("--minutes", type=float, default=10.0, show_default=True)
+@click.option("--at-least", type=click.IntRange(0), default=0, help="Go on until so many requests have completed.")
 @click.option("--engine", type=click.Choice(["sim", "torch"]), default="sim", show_default=True)
 @click.option("--model", default="", help="[default: sim for sim, else tiny]")
 @click.option("--kill-every-s", type=cli.Seconds(), default=3.0, show_default=True, help="A fault about this often.")
@@ -31,6 +32,7 @@ from soak.run import SoakConfig, Verdict, run
 @click.option("--conversations", is_flag=True, help="Turns of conversations, on decode ranks that keep KV caches.")
 def soak(
     minutes: float,
+    at_least: int,
     engine: str,
     model: str,
     kill_every_s: float,
@@ -52,6 +54,7 @@ def soak(
     """
     config = SoakConfig(
         minutes=minutes,
+        at_least=at_least,
         engine=engine,
         model=model,
         kill_every_s=kill_every_s,

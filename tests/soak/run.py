@@ -45,9 +45,11 @@ RSS_MAX_BYTES = 1 << 30  # of one part, whatever the attackers do: docs/failures
 class SoakConfig:
     """`concurrency` requests are live at any time; a fault comes about every `kill_every_s`. `attackers`: one attack
     after the other goes on meanwhile; with `keys`, every part and attacker has a key of its own. `conversations`:
-    requests are turns of them, TURNS each, and decode ranks keep KV caches: pairs make every trip."""
+    requests are turns of them, TURNS each, and decode ranks keep KV caches: pairs make every trip. It takes `minutes`,
+    and goes on until `at_least` requests have completed."""
 
     minutes: float = 10.0
+    at_least: int = 0
     engine: str = "sim"
     model: str = ""
     kill_every_s: float = 3.0
@@ -223,6 +225,8 @@ class _Soak:
                 one.start()
                 breaking.callback(one.stop)
             self._serve(length_s - (time.monotonic() - self._began), refill=True)
+            while self._ledger.completed < config.at_least:
+                self._serve(1.0, refill=True)
         self._serve(GRACE_S, refill=False)
         self._serve(1.0, refill=False, to_the_end=True)  # what comes twice would come now
         counts = self._channel.ask(self._where.decode, StatusQuery, Status, 5.0).result().counts
