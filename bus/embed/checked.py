@@ -107,7 +107,8 @@ class PublisherCore:
 
     def report(self, load: Load, now: float) -> list[Publish]:
         """Replace the load that is published; `seq` is set here. It leaves with the next message, or alone at a flush:
-        after `report_gap_s` if it differs from the last one, else after `interval_s`."""
+        after `report_gap_s` if it differs from the last one, at once if the last one had work and this has none, else
+        after `interval_s`."""
         return self._core.report(message(load, Load), seconds(now))
 
     def set_state(self, state: NodeState, now: float) -> list[Publish]:

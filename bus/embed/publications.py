@@ -109,6 +109,7 @@ class PublisherCore:
         self._load_sent_seq = 0
         self._load_changed = False
         self._load_sent_at: float | None = None
+        self._sent_work = False  # the load that was sent last has some
         self._member_sent_at: float | None = None
         self._promised_s = interval_s  # by then the next membership comes
         self._changed_at = 0.0  # anything but the time
@@ -166,7 +167,8 @@ class PublisherCore:
 
     def report(self, load: Load, now: float) -> list[Publish]:
         """Replace the load that is published; `seq` is set here. It leaves with the next message, or alone at a flush:
-        after `report_gap_s` if it differs from the last one, else after `interval_s`."""
+        after `report_gap_s` if it differs from the last one, at once if the last one had work and this has none, else
+        after `interval_s`."""
         old = self._load
         self._load_seq += 1
         self._load = structs.replace(load, seq=self._load_seq)
@@ -245,7 +247,7 @@ class PublisherCore:
         if self._restate_wanted and self._restated_at is not None:
             due = min(due, self._restated_at + RESTATE_GAP_S)
         if self._load_changed and self._load_sent_at is not None:
-            due = min(due, self._load_sent_at + self.report_gap_s)
+            due = min(due, self._load_sent_at + self._gap_s())
         if self._live:
             due = min(due, next(iter(self._live.values())).refreshed_at + self.room_ttl_s / 2)
         return max(0.0, due - now)
@@ -270,12 +272,18 @@ class PublisherCore:
         if self._load_sent_at is None:
             return True
         age_s = now - self._load_sent_at
-        return age_s >= (self.report_gap_s if self._load_changed else self._interval_s(now))
+        return age_s >= (self._gap_s() if self._load_changed else self._interval_s(now))
+
+    def _gap_s(self) -> float:
+        """Return the shortest time between the last load and one that differs, in seconds. That all work is done is
+        published at once: a client that has its answer may ask again soon, and this rank caches what it would need."""
+        assert self._load is not None
+        return 0.0 if self._sent_work and not _has_work(self._load) else self.report_gap_s
 
     def _interval_s(self, now: float) -> float:
         """Return how often this rank publishes although nothing changes, in seconds."""
         load = self._load
-        working = bool(self._live) or (load is not None and load.running + load.waiting > 0)
+        working = bool(self._live) or (load is not None and _has_work(load))
         if working or now - self._changed_at < IDLE_AFTER_INTERVALS * self.interval_s:
             return self.interval_s
         return IDLE_INTERVALS * self.interval_s
@@ -290,6 +298,7 @@ class PublisherCore:
             self._load_sent_at = now
             self._load_sent_seq = self._load_seq
             self._load_changed = False
+            self._sent_work = _has_work(self._load)
         return self._load
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -374,6 +383,10 @@ def integer(value: object) -> int | None:
         return int(index(value))  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def _has_work(load: Load) -> bool:
+    return load.running + load.waiting > 0
 
 
 def _valid(room: object, attempt: object) -> bool:

@@ -79,7 +79,7 @@ DRAWN = (
              'self._counts["rejected_not_yours"] += 1', 'self._counts["rejected_not_yours"] += 2',
              unseen="a counter of what other keys try, in no law (FREE); and small worlds have no keys"),
     Mutation("resume-6", "", "pdbus.client.core:ClientCore._break_silence",
-             "not request.endpoint", "request.endpoint", seed=34, how="tight"),
+             "not request.endpoint", "request.endpoint", seed=87, how="tight"),
     Mutation("accounting-7", "", "controller.load.table:LoadTable.undo",
              "rank.sent -= 1", "rank.sent -= 2", seed=2679),
     Mutation("fencing-7", "", "nodes.link.streams:Streams._forget",

@@ -8,6 +8,7 @@ from typing import Any
 
 import laws
 import pytest
+from msgspec import structs
 
 from bus.actions import Publish
 from bus.embed.publications import CHUNK, REPORT_GAP_S, PublisherCore
@@ -97,6 +98,25 @@ def test_a_changing_load_goes_alone_at_a_bounded_rate_and_the_newest_wins() -> N
     assert all(round(now * 1000) == message.load.running for now, message in sent)
     assert [message.seq for _, message in sent] == list(range(1, len(sent) + 1))
     assert all(a[1].load.seq < b[1].load.seq for a, b in pairwise(sent))
+
+
+def test_that_all_work_is_done_is_published_at_once_and_then_only_at_the_bounded_rate() -> None:
+    """Else the client's next request, for which this rank has the cache, would find it busy for one gap more."""
+    publisher = core(interval_s=10.0)
+    publisher.tick(0.0)
+    publisher.report(load(1), 0.0)
+    publisher.flush(0.0)
+    publisher.report(load(2), 0.01)
+    assert publisher.flush(0.01) == []
+    publisher.report(load(0), 0.02)
+    assert publisher.due_s(0.02) == 0.0
+    (message,) = messages(publisher.flush(0.02))
+    assert message.load.running == 0
+    publisher.report(structs.replace(load(0), kv_tokens=5), 0.03)
+    assert publisher.flush(0.03) == [], "it had none before"
+    assert publisher.due_s(0.03) == pytest.approx(0.02 + REPORT_GAP_S - 0.03)
+    publisher.report(load(1), 0.04)
+    assert publisher.flush(0.04) == []
 
 
 def test_an_unchanged_load_is_repeated_at_the_interval_only() -> None:
