@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
+
+from msgspec.structs import replace
 
 from bus.actions import Note, Publish
 from bus.rights import key_of, may
@@ -44,9 +47,9 @@ from bus.wire.messages import (
     WantedRole,
     Who,
 )
-from bus.wire.status import split, without_loads
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
+from controller.event_log import EventLog
 from controller.events import (
     Action,
     CacheChanged,
@@ -55,6 +58,7 @@ from controller.events import (
     Event,
     FromClient,
     FromNode,
+    NextPart,
     Published,
     Tick,
     ToClient,
@@ -62,7 +66,7 @@ from controller.events import (
     Undelivered,
     Unreachable,
 )
-from controller.health import DEAD, Health
+from controller.health import DEAD, Health, Liveness
 from controller.inquiries import Inquiries
 from controller.late import LateBinding
 from controller.load.rank import RankLoad
@@ -72,10 +76,13 @@ from controller.observe import Regret, Scrapes, acknowledged, collect, rank_stat
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from controller.policies.registry import guarded
+from controller.rank import Rank
 from controller.requests.life import RequestLifecycle
+from controller.statuses import StatusAnswers
 
 MEASURE_S = 0.5
 SENT_AT_LEAST_S = 1.0
+BROKER_SILENT_S = 4.0
 
 
 class ControllerCore:
@@ -92,6 +99,7 @@ class ControllerCore:
         self.config = config
         self.epoch = epoch
         self.counts: Counter[str] = Counter()
+        self.events = EventLog(wall_s)
         self.table = LoadTable(
             epoch,
             stale_s=config.stale_s,
@@ -106,12 +114,17 @@ class ControllerCore:
         self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
         self.balancer = Balancer(self.table, self.policies, self.late, now, prefill_at=config.prefill_at)
-        self.members = Members(config, epoch, self.balancer, self.health, self.counts)
+        self.members = Members(config, epoch, self.balancer, self.health, self.counts, self.events)
         self.balancer.settled, self.balancer.young = False, self.health.young(now)
         self.balancer.suspects = self.members.suspects
         self.life = RequestLifecycle(config, epoch, self.balancer, self.members.ranks, self.counts, now, spans=spans)
         self.life.trace = trace
         self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
+        self.statuses = StatusAnswers(self._summary, self._known, self.events, self.life.queue)
+        self.events.add(now, "started", phrase=f"{config.name}, epoch {epoch}")
+        self._changed = ""  # settings that were reloaded since the last tick
+        self._beacon: Beacon | None = None
+        self._beacon_at: float | None = now  # None: no broker is heard any more
         self.inquiries = Inquiries(config.name, self.members, self.life.table, wall_s)
         self._dropped = dropped
         self._started_at = now
@@ -148,6 +161,8 @@ class ControllerCore:
             self._handlers[type(message)](event.peer, message, now, out)
         elif type(event) is Tick:
             self._on_tick(now, out)
+        elif type(event) is NextPart:
+            self.statuses.advance(now, out)
         elif type(event) is CacheChanged:
             self._on_cache(event)
         elif type(event) is EngineLoad:
@@ -169,6 +184,10 @@ class ControllerCore:
 
     def reconfigure(self, config: ControllerConfig) -> None:
         """Apply new settings, as far as they can change while requests live (`RELOADS` of the command line)."""
+        changed = [
+            field.name for field in fields(config) if getattr(config, field.name) != getattr(self.config, field.name)
+        ]
+        self._changed = f"settings changed: {', '.join(changed) or 'none'}"
         self.config = config
         self.life.reconfigure(config)
         self.health.hang_s = config.hang_s
@@ -189,6 +208,11 @@ class ControllerCore:
     def needs_ticks(self) -> bool:
         """True if a tick is needed every few tens of milliseconds; if false, a few times a second is enough."""
         return bool(self.life.requests or self.members.suspects) or not self.balancer.settled or self.table.shared
+
+    @property
+    def unfinished(self) -> bool:
+        """True if something is done a part at a time and goes on with the next `NextPart`, soon (or with a `Tick`)."""
+        return bool(self.statuses)
 
     @property
     def waiting(self) -> bool:
@@ -230,16 +254,23 @@ class ControllerCore:
 
     def status(self, id: int, now: float) -> Status:
         """Return everything that an operator may want to see; `id` is the question's number in the answer."""
-        ranks = tuple(
-            rank_status(self.members.ranks[rank], self.health.liveness[rank.key], now)
-            for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])
+        ranks = tuple(rank_status(rank, pulse, now) for rank, pulse in self._known())
+        return replace(
+            self._summary(id, now), ranks=ranks, events=self.events.since(0), queue=self.life.queue.status(now)
         )
+
+    def _summary(self, id: int, now: float) -> Status:
+        """Return a status without ranks, events and queue."""
         methods = {str(role): method for role, method in self.config.methods.items()}
         return Status(
             id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods,
-            self.tally() | self._dropped(), ranks, uses_hashes=self.uses_hashes, scraped=self.scrapes.known(now),
+            self.tally() | self._dropped(), (), uses_hashes=self.uses_hashes, scraped=self.scrapes.known(now),
             wanted=self.wanted,
         )  # fmt: skip
+
+    def _known(self) -> list[tuple[Rank, Liveness]]:
+        ranks, liveness, of = self.table.ranks, self.health.liveness, self.members.ranks
+        return [(of[ranks[key]], liveness[key]) for key in sorted(ranks)]
 
     @property
     def wanted(self) -> tuple[WantedRole, ...]:
@@ -305,10 +336,7 @@ class ControllerCore:
     # --- from clients -----------------------------------------------------------------------------------------
 
     def _on_status_query(self, peer: Any, query: StatusQuery, now: float, out: list[Action]) -> None:
-        status = self.status(query.id, now)
-        if not may(peer, "admins"):
-            status = without_loads(status)
-        out.extend(ToClient(peer, part) for part in split(status))
+        self.statuses.asked(peer, query.id, now, out, query.events_from)
 
     def _may_drain(self, peer: Any, id: int, out: list[Action]) -> bool:
         if may(peer, "admins"):
@@ -327,19 +355,22 @@ class ControllerCore:
             out.append(ToClient(peer, refused))
             return
         out.append(Note("drain.ordered", fields={"rank": name, "key": key_of(peer)}))
+        self.events.add(now, "drain_ordered", rank.key, phrase=_by(peer))
         self._drain(rank, now, out)
-        out.extend(ToClient(peer, part) for part in split(self.status(order.id, now)))
+        self.statuses.asked(peer, order.id, now, out)
 
     def _on_drain_role(self, peer: Any, order: DrainRole, now: float, out: list[Action]) -> None:
         if not self._may_drain(peer, order.id, out):
             return
         out.append(Note("drain.ordered", fields={"role": order.role, "model": order.model, "key": key_of(peer)}))
+        of = f"all {order.role} ranks{f' of {order.model}' if order.model else ''}"
+        self.events.add(now, "drain_ordered", phrase=f"{of}, {_by(peer)}")
         for rank in list(self.table.ranks.values()):
             meant = rank.info.role == order.role and order.model in ("", rank.info.model)
             if meant and self.members.state(rank) not in DEAD:
                 self._drain(rank, now, out)
         self.members.wanted.drained(order.role, order.model)
-        out.extend(ToClient(peer, part) for part in split(self.status(order.id, now)))
+        self.statuses.asked(peer, order.id, now, out)
 
     def _drain(self, rank: RankLoad, now: float, out: list[Action]) -> None:
         self.health.drain(rank.key)
@@ -410,8 +441,16 @@ class ControllerCore:
             self.table.apply_sent(message, now)
             self.scrapes.seen(Scraped("controller", message.controller, message.metrics), now)
         elif type(message) is Beacon:
+            self._on_beacon(message, now)
             self.scrapes.seen(Scraped("broker", "", message.metrics), now)
         self.health.bus_seen(now)
+
+    def _on_beacon(self, beacon: Beacon, now: float) -> None:
+        if self._beacon_at is None:
+            self.events.add(now, "broker_heard", phrase="a broker is heard again")
+        if self._beacon is not None and self._beacon.epoch != beacon.epoch:
+            self.events.add(now, "broker_restarted", phrase=f"epoch {beacon.epoch}", bad=True)
+        self._beacon, self._beacon_at = beacon, now
 
     def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
         key = message.instance, message.dp_rank
@@ -470,14 +509,30 @@ class ControllerCore:
         if now >= self._ping_at:
             self._ping_at = now + self.config.lease_s / 3
             self.members.ping_all(now, out)
+        self.statuses.advance(now, out)
+        if self._changed:
+            self.events.add(now, "reloaded", phrase=self._changed)
+            self._changed = ""
         if now >= self._measure_at:
+            self._note_counts(now)
             self.life.measure(now - self._measure_at + MEASURE_S, out)
             self._measure_at = now + MEASURE_S
         for fault, note in self._faults.items():
             if note is not None:
                 out.append(note)
+                hook, why = str(note.fields["hook"]), f"{note.fields['method']}: {note.fields['why']}"
+                self.events.add(now, "policy_failed", code=hook, phrase=why, bad=True)
                 self._faults[fault] = None
         self._publish_sent(now, out)
+
+    def _note_counts(self, now: float) -> None:
+        """Make events of counts that have grown, and of a broker that is heard no more."""
+        self.events.count(now, {**self.happened(), **self._dropped()})
+        interval_s = self._beacon.interval_s if self._beacon is not None else 0.0
+        awake = now - self._measure_at < BROKER_SILENT_S / 2  # else it was this process that stood still
+        if self._beacon_at is not None and awake and now - self._beacon_at > max(BROKER_SILENT_S, 3 * interval_s):
+            self._beacon_at = None
+            self.events.add(now, "broker_silent", phrase="the bus carries no beacon of a broker", bad=True)
 
     def _publish_sent(self, now: float, out: list[Action]) -> None:
         """Publish all counters each SENT_AT_LEAST_S; where controllers share ranks, large changes much sooner."""
@@ -494,3 +549,7 @@ class ControllerCore:
             self._sent_seq += 1
             some = counters[at : at + MAX_DP_SIZE]
             out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, some, self.config.metrics)))
+
+
+def _by(peer: Any) -> str:
+    return f"ordered by {key_of(peer) or 'a peer without a key'}"

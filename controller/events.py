@@ -79,12 +79,25 @@ class EngineLoad(Struct, frozen=True, gc=False):
     load: Load
 
 
+class NextPart(Struct, frozen=True, gc=False):
+    """An event: another turn has begun, for what is done a part at a time (`ControllerCore.unfinished`)."""
+
+
 class Tick(Struct, frozen=True, gc=False):
     """An event: time has passed; the caller makes several a second."""
 
 
 Event: TypeAlias = (
-    FromClient | FromNode | Published | Unreachable | Undelivered | ClientGone | CacheChanged | EngineLoad | Tick
+    FromClient
+    | FromNode
+    | Published
+    | Unreachable
+    | Undelivered
+    | ClientGone
+    | CacheChanged
+    | EngineLoad
+    | NextPart
+    | Tick
 )
 
 

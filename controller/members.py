@@ -17,6 +17,7 @@ from bus.wire.messages import Bye, Hello, MemberKey, Ping, Pong, RankState, Refu
 from bus.wire.starts import is_later
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
+from controller.event_log import EventLog
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
 from controller.load.rank import RankLoad
@@ -25,6 +26,7 @@ from controller.rank import Asked, Rank, Work
 from controller.wanted import Wanted
 
 FENCED_EPOCHS = 8
+AT_ONCE_S = 1.0
 DIED: dict[RankState, bool | None] = {"lost": None, "hung": True, "gone": False}  # of a `Loss`
 Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks of an instance share
 
@@ -61,9 +63,11 @@ class Members:
     `out`, and return what is lost."""
 
     def __init__(
-        self, config: ControllerConfig, epoch: int, balancer: Balancer, health: Health, counts: Counter[str]
-    ) -> None:
+        self, config: ControllerConfig, epoch: int, balancer: Balancer, health: Health, counts: Counter[str],
+        events: EventLog,
+    ) -> None:  # fmt: skip
         self._config = config
+        self._events = events
         self._epoch = epoch
         self._balancer = balancer
         self._table = balancer.table
@@ -101,6 +105,8 @@ class Members:
             pulse = self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now)
             pulse.returning = earlier is not None
             self.wanted.changed(load, "starting")
+            what = "joined" if earlier is None else "restarted"
+            self._events.add(now, what, key, phrase=f"{hello.role} of {hello.model}", bad=earlier is not None)
             out.append(Note("node.registered", fields=_name(load) | {"epoch": load.epoch}))
         else:
             rank = self.ranks[load]
@@ -218,6 +224,10 @@ class Members:
         losses = []
         for rank in gone:
             loss = self.assess(rank, now, out, "unreachable")  # one that drained is lost by now
+            if not loss:
+                self._events.add(
+                    now, "lost", rank.key, "unreachable", self._cost(rank, "it did not connect again"), bad=True
+                )
             losses += loss or [self._lost(rank, "lost", None)]
         return losses
 
@@ -243,6 +253,7 @@ class Members:
                 self._balancer.closed(rank)
                 self._health.forget(rank.key)
                 self._fenced.pop(rank.key, None)
+                self._events.add(now, "forgotten", rank.key, phrase="it has been gone for long")
                 losses.append(Loss(gone, f"rank {rank.key[0]}/{rank.key[1]} is forgotten"))
         return losses
 
@@ -309,6 +320,7 @@ class Members:
         level = "warning" if change.new in ("lost", "hung", "silent") else "info"
         states = {"old": change.old, "new": change.new, "sign": sign}
         out.append(Note("rank.state_changed", level, _name(rank) | states))
+        self._note(rank, change, now, sign)
         if change.new == "ready":
             pulse.returning = False
         if change.new not in DEAD:
@@ -323,6 +335,32 @@ class Members:
         if change.new == "lost" and self._health.may_return(pulse, now):
             return None
         return self._lost(rank, change.new, DIED[change.new])
+
+    def _note(self, rank: RankLoad, change: Change, now: float, sign: str) -> None:
+        """Add the event of a change of state. That a new rank is ready at once goes without saying."""
+        pulse, what = self._health.liveness[rank.key], str(change.new)
+        if change.old == "starting" and what == "ready" and not pulse.returning and now - pulse.hello_at < AT_ONCE_S:
+            return
+        why = f"it was {change.old}"
+        if what == "lost":
+            why = "nothing came over its connection for a lease" if pulse.cut_at is None else "its connection is gone"
+            if self._health.may_return(pulse, now):
+                what, why = "suspect", f"{why}; it may come back"
+        elif what == "hung":
+            why = f"it is busy, and has made no step for {now - pulse.step_at:.0f} s"
+        elif what == "silent":
+            why = "the bus carries no load report of it"
+        elif what == "draining":
+            why = "an operator's order" if pulse.drain else "by its own word"
+        elif what == "gone":
+            why = "it said goodbye"
+        bad = change.new in DEAD - {"gone"} or what == "silent"
+        self._events.add(now, what, rank.key, sign, self._cost(rank, why) if change.new in DEAD else why, bad)
+
+    def _cost(self, rank: RankLoad, why: str) -> str:
+        """Return the phrase of a loss, with the number of this controller's requests that ran there."""
+        ran = len(self.ranks[rank].work)
+        return f"{why}; requests that ran there: {ran}" if ran else why
 
     def _lost(self, rank: RankLoad, state: RankState, died: bool | None) -> Loss:
         self._counts[f"ranks_{state}"] += 1

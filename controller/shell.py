@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from bus.broker import Broker, BrokerConfig
@@ -32,7 +33,7 @@ from bus.wire.messages import CLIENT_TO_CONTROLLER, Load, MemberKey, Message
 from bus.wire.status import targets
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
-from controller.events import CacheChanged, EngineLoad, Event, FromClient, Tick
+from controller.events import CacheChanged, EngineLoad, Event, FromClient, NextPart, Tick
 from controller.feeds.engine import EngineFeed
 from controller.feeds.nodes import NodeCaches
 from controller.observe import probe
@@ -79,6 +80,7 @@ class Controller(Service):
         self._on_local = on_local
         self._on_failure = on_failure
         self._flooded = False
+        self._goes_on = False  # a NextPart is due
         self._broker: Broker | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class Controller(Service):
     def _renew(self) -> None:
         self.epoch = new_epoch()
         self.bus_seen.clear()
-        self._flooded = False
+        self._flooded = self._goes_on = False
 
     def _open(self, exits: ExitStack) -> None:
         config = self.config
@@ -117,6 +119,7 @@ class Controller(Service):
         self.loop.add(self._sub, traffic.published, budget=512)
         if self._sockets.keyed:
             self.loop.call_every(LOOK_S, self._sockets.look)
+            self._sockets.on_key_revoked(self._key_revoked)
         self.loop.after_turn(traffic.carry_out)
         self.loop.after_turn(self._pace)
         # health wants to look several times a lease
@@ -152,6 +155,12 @@ class Controller(Service):
             for engine in self.config.engines:
                 feed = EngineFeed(self.loop, foreign, engine, self._on_changes, self._on_engine_load, self.core.counts)
                 exits.callback(feed.close)
+
+    def _key_revoked(self, name: str, domain: str) -> None:
+        add = partial(
+            self.core.events.add, self.loop.clock(), "key_revoked", phrase=f"{name}, connected to {domain}", bad=True
+        )
+        self.loop.call_threadsafe(add)
 
     def _farewell(self) -> None:
         self._traffic.farewell()
@@ -194,6 +203,13 @@ class Controller(Service):
         self._flooded |= self.loop.behind  # thousands of busy ranks: their loads would not fit in the queue till then
         if self._ticker.dozing and self.core.needs_ticks:
             self._ticker.wake(TICK_S)
+        if self.core.unfinished and not self._goes_on:
+            self._goes_on = True
+            self.loop.call_later(0.0, self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        self._handle(NextPart())
 
     def _on_kv_event(self, frames: list[bytes]) -> None:
         try:

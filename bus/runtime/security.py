@@ -60,12 +60,14 @@ class Gatekeeper:
     socket).
 
     It calls `on_revoked(domain, sources)`, on that thread, for a connected key that is no longer listed. The sources
-    are the hosts or processes from which it connected; None: too many to remember.
+    are the hosts or processes from which it connected; None: too many to remember. `on_key_revoked(name, domain)` is
+    called then too.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self.refused: Counter[str] = Counter()
         self.on_revoked: Callable[[str, set[str] | None], None] = lambda domain, sources: None
+        self.on_key_revoked: Callable[[str, str], None] = lambda name, domain: None
         self._admitted: dict[tuple[bytes, str], tuple[str, set[str] | None]] = {}  # by key and domain: as whom, whence
         self._handshakes = TokenBuckets(HANDSHAKES, HANDSHAKES_PER_S, 0)
         self._lines = Lines()
@@ -146,6 +148,7 @@ class Gatekeeper:
                 del self._admitted[key, domain]
                 log.warning("key.revoked", key=name, domain=domain)
                 self.on_revoked(domain, sources)
+                self.on_key_revoked(name, domain)
 
     def _admit(self, key: bytes, name: str, domain: str, source: str) -> None:
         self._known.add(key)

@@ -98,6 +98,11 @@ class Sockets:
             self.gatekeeper.close()
         self.context.term()
 
+    def on_key_revoked(self, function: Callable[[str, str], None]) -> None:
+        """Have `function(key, domain)` called, on another thread, when a connected peer's key is no longer listed."""
+        if self.gatekeeper is not None:
+            self.gatekeeper.on_key_revoked = function
+
     @property
     def refused(self) -> dict[str, int]:
         """The number of refused handshakes (an unlisted or revoked key, a wrong role, too many connections, no CURVE)

@@ -30,6 +30,8 @@ MAX_TRACE_EVENTS = 64  # of one part and one request; with MAX_TRACE_PARTS they 
 MAX_TRACE_PARTS = 16
 MAX_PHRASE = 192
 MAX_WORD = 32
+MAX_EVENTS = 1000
+MAX_QUEUED_KINDS = 32
 MAX_WANTED = 256
 
 Role: TypeAlias = Literal["prefill", "decode", "unified"]
@@ -729,6 +731,7 @@ class StatusQuery(Message, frozen=True, tag="status"):
     """A question for a controller's status; one or several Status messages answer it."""
 
     id: Count
+    events_from: Count | None = None  # the events from this number on are wanted too; None: none
 
 
 class RankStatus(_NamedAt, frozen=True):
@@ -779,6 +782,43 @@ class WantedRole(Message, frozen=True):
     declared: bool = False
 
 
+class ControllerEvent(Message, frozen=True):
+    """An event, as a controller saw it happen; `instance` is empty where it is of no rank alone."""
+
+    number: Count  # 1, 2, 3 ... since the controller's epoch began
+    at_us: Count  # microseconds since 1970, by the controller's clock
+    what: Word  # words may be added
+    instance: InstanceOrEmpty = ""
+    dp_rank: DpRank = 0
+    code: Word = ""  # why, for programs
+    phrase: Phrase = ""  # why, for people
+    bad: bool = False  # it is trouble
+
+
+Events: TypeAlias = Annotated[tuple[ControllerEvent, ...], Meta(max_length=MAX_EVENTS)]
+
+
+class QueuedKind(Message, frozen=True):
+    """The number of waiting requests of one model, for ranks of these roles; `pinned`: for a rank that their caller
+    chose."""
+
+    model: Model  # empty: of any
+    roles: Annotated[tuple[Role, ...], Meta(max_length=2)]
+    requests: Count
+    pinned: bool = False
+
+
+class QueueStatus(Message, frozen=True):
+    """The requests that wait in a controller's central queue."""
+
+    requests: Count
+    oldest_s: Seconds  # since the first of them came
+    kinds: Annotated[tuple[QueuedKind, ...], Meta(max_length=MAX_QUEUED_KINDS)] = ()  # those with most
+    # (priority, requests) of those with most, the highest priority first
+    priorities: Annotated[tuple[tuple[Priority, Count], ...], Meta(max_length=MAX_QUEUED_KINDS)] = ()
+    keys: Annotated[tuple[tuple[KeyName, Count], ...], Meta(max_length=10)] = ()  # those with most
+
+
 class Status(_OfController, frozen=True, tag="status_is"):
     """The answer to a StatusQuery, or a part of it (`remaining`): the controller, its counts by name, and its ranks."""
 
@@ -793,6 +833,10 @@ class Status(_OfController, frozen=True, tag="status_is"):
     uses_hashes: Annotated[tuple[Role, ...], Meta(max_length=3)] = ()  # roles whose methods use `Submit.block_hashes`
     scraped: Annotated[tuple[Scraped, ...], Meta(max_length=64)] = ()  # parts without ranks that have metrics
     wanted: Annotated[tuple[WantedRole, ...], Meta(max_length=MAX_WANTED)] = ()
+    # of the last part alone; None: not asked for, not for this peer, or the controller is too old
+    events: Events | None = None
+    queue: QueueStatus | None = None
+    total: Count = 0  # ranks in all parts of this answer; 0: not said
 
 
 class TraceQuery(Message, frozen=True, tag="trace"):

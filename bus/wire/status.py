@@ -1,5 +1,4 @@
-"""A controller's status: split into several messages, joined again, and reduced for other uses. Pure; it must not
-send."""
+"""A controller's status: its parts joined again, and reduced for other uses. Pure; it must not send."""
 
 from __future__ import annotations
 
@@ -9,19 +8,7 @@ from msgspec.structs import replace
 
 from bus.wire.messages import RankStatus, Status
 
-RANKS_PER_MESSAGE = 512  # with the longest names that is half a frame
-
-
-def split(status: Status) -> list[Status]:
-    """Return the messages to send for `status`, in this order, with RANKS_PER_MESSAGE ranks each; each states how many
-    ranks are still to come."""
-    ranks = status.ranks
-    starts = range(0, max(1, len(ranks)), RANKS_PER_MESSAGE)
-    parts = [ranks[at : at + RANKS_PER_MESSAGE] for at in starts]
-    return [
-        replace(status, ranks=part, remaining=len(ranks) - at - len(part))
-        for at, part in zip(starts, parts, strict=True)
-    ]
+RANKS_PER_MESSAGE = 256  # with the longest names that is a quarter of a frame
 
 
 def without_loads(status: Status) -> Status:
@@ -34,7 +21,7 @@ def without_loads(status: Status) -> Status:
         )
         for rank in status.ranks
     )  # fmt: skip
-    return replace(status, ranks=ranks, counts={}, scraped=())
+    return replace(status, ranks=ranks, counts={}, scraped=(), events=None, queue=None)
 
 
 def targets(status: Status) -> list[dict[str, Any]]:
@@ -55,7 +42,9 @@ def targets(status: Status) -> list[dict[str, Any]]:
 
 def join(before: Status | None, part: Status) -> Status:
     """Return the parts received so far (`before`; None: none) joined with the next `part`; the status is complete when
-    `remaining` is 0. A `part` that does not continue `before` starts again with itself."""
-    if before is None or before.remaining != len(part.ranks) + part.remaining:
-        return part
-    return replace(part, ranks=before.ranks + part.ranks)
+    `remaining` is 0. A `part` that does not continue `before` starts again with itself; where parts before it are
+    lost, all of the status still remains."""
+    if before is not None and before.remaining == len(part.ranks) + part.remaining:
+        return replace(part, ranks=before.ranks + part.ranks)
+    is_first = not part.total or part.total == len(part.ranks) + part.remaining
+    return part if is_first else replace(part, ranks=(), remaining=part.total)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator
 from typing import TypeAlias
 
 from bus.fair_queue import FairQueue
-from bus.wire.messages import Rid
+from bus.wire.messages import MAX_QUEUED_KINDS, QueuedKind, QueueStatus, Rid, Role
 from controller.requests.lanes import Lane
 from controller.requests.order import ArrivalOrder, Tally, Urgency
 from controller.requests.request import Request
@@ -182,6 +182,26 @@ class CentralQueue:
         priority = max(line)
         urgency, request = line[priority].head(in_time)
         return (self._fair.clock(client), self._entered[client], -priority, urgency), request
+
+    def status(self, now: float) -> QueueStatus:
+        """Return what waits, by lane, priority and client, at `now`."""
+        kinds: Counter[tuple[str, tuple[Role, ...], bool]] = Counter()
+        priorities: Counter[int] = Counter()
+        came_at = now
+        for lane, lines in self._lanes.items():
+            for line in lines.values():
+                for priority, level in line.items():
+                    kinds[lane.model, lane.roles, lane.pinned] += len(level)
+                    priorities[priority] += len(level)
+                    came_at = min(came_at, next(iter(level)).came_at)
+        most = heapq.nlargest(10, self._of_client, key=lambda client: len(self._of_client[client]))
+        return QueueStatus(
+            self.requests,
+            max(0.0, now - came_at),
+            tuple(QueuedKind(*kind[:2], count, kind[2]) for kind, count in kinds.most_common(MAX_QUEUED_KINDS)),
+            tuple(sorted(priorities.most_common(MAX_QUEUED_KINDS), reverse=True)),
+            tuple((client, len(self._of_client[client])) for client in most),
+        )
 
     def _share(self, client: str, more: int = 0, more_bytes: int = 0) -> float:
         """Return the client's share of the queue, with this much more."""

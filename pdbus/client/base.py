@@ -80,8 +80,11 @@ class BaseClient:
     def _start(self, keys: str | Path, seed: int | None) -> None:
         raise NotImplementedError
 
-    def _ask_status(self, channel: AnyChannel, timeout_s: float | None) -> Future[Status]:
-        return channel.ask(self._controllers.decode, StatusQuery, Status, timeout_s)
+    def _ask_status(
+        self, channel: AnyChannel, timeout_s: float | None, events_from: int | None = None
+    ) -> Future[Status]:
+        make = partial(StatusQuery, events_from=events_from)
+        return channel.ask(self._controllers.decode, make, Status, timeout_s)
 
     def _ask_cluster(self, channel: AnyChannel) -> Future[Status]:
         """Ask for the status once a rank has joined; after `connect_timeout_s`, for the status as it is."""

@@ -180,6 +180,9 @@ def test_a_revoked_client_is_turned_away_and_cut_off_in_the_midst_of_a_stream(li
         revoke_key(keys / "cluster", "clients", "bob")
         assert stream.result.code in ("peer_lost", "no_rank")  # 4,000 tokens would take 20 s
     assert "key.revoked" in (live.cluster.log_dir / "controller-0.log").read_text()
+    with Client(live.cluster.controller, keys=keys / "cluster") as operator:
+        events = operator.status(timeout_s=WAIT_S, events_from=0).events or ()
+    assert ("key_revoked", "clients/bob, connected to clients") in [(each.what, each.phrase) for each in events]
 
 
 def test_a_client_may_do_nothing_to_anothers_request_and_sees_no_loads(live: Rig, keys: Path, long: str) -> None:
