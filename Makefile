@@ -302,13 +302,14 @@ scenarios-old: setup ## The same with processes of release 0.1.0 among today's: 
 
 test-simulation: setup ## Four CPU minutes of simulated clusters (always the same; simulate takes others), and scenarios
 	@echo "==> simulation"
-	@$(MAKE) --no-print-directory simulate SEEDS=0:200 JOBS=2 CPU_S=100
+	@$(MAKE) --no-print-directory simulate SEEDS=0:200 JOBS=2 CPU_S=90
 	@$(MAKE) --no-print-directory simulate SEEDS="0:100 --guests" JOBS=2 CPU_S=50
 	@$(MAKE) --no-print-directory simulate SEEDS="0:30 --policies" JOBS=2 CPU_S=15
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --small" JOBS=2 CPU_S=15
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --tight" JOBS=2 CPU_S=15
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --crowded" JOBS=2 CPU_S=15
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --tries" JOBS=2 CPU_S=10
+	@$(MAKE) --no-print-directory simulate SEEDS="1:60 --killers" JOBS=2 CPU_S=10
 	@$(MAKE) --no-print-directory simulate SEEDS="1:40 --cached" JOBS=2 CPU_S=20
 	@$(MAKE) --no-print-directory simulate SEEDS="1:30 --pairs" JOBS=2 CPU_S=10
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.hunt --known

@@ -297,6 +297,7 @@ class RequestLifecycle:
         if live.peer != peer:
             failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
             out.append(ToClient(live.peer, failed))
+        self.losses.over(live)
         self._forget(live, now, "fenced", "a newer attempt was submitted", out)
 
     def _enqueue(self, request: Request, now: float, out: list[Action]) -> None:
@@ -427,7 +428,6 @@ class RequestLifecycle:
         try:
             if not self._attempts.place(request, now, out):
                 self._enqueue(request, now, out)
-            self.losses.goes_on(request)
         except Refusal as refusal:
             self._fail(request, code, f"{sentence}; then: {refusal.sentence}", now, out)
 
@@ -438,6 +438,8 @@ class RequestLifecycle:
         self._attempts.withdraw(request, withdraw or code, out)
         self._answer_failed(request.peer, request.rid, request.attempt, about_of(request), code, sentence, out)
         self._ends += 1
+        if self._unclear.at:
+            self.losses.over(request)
         self._forget(request, now, code, sentence, out, failed=True)
 
     def _forget(

@@ -18,7 +18,7 @@ from controller.events import Action, ToNode
 from controller.members import Loss
 from controller.rank import Rank
 from controller.requests.attempts import Attempts, work_of
-from controller.requests.request import LegRun, Request, State
+from controller.requests.request import LegRun, Request, State, had_output
 from controller.requests.table import RequestTable
 from controller.requests.unclear import MAX_UNTOLD, Unclear
 
@@ -51,8 +51,8 @@ class Losses:
         """Handle work that is lost with a rank or its connection: each request is tried again, or fails."""
         rank = loss.rank
         if loss.died:
-            for rid, (offset, last) in self.unclear.settle(rank).items():
-                self._table.blame(rid, offset, last)
+            for rid, (offset, attempt) in self.unclear.settle(rank).items():
+                self._table.blame(rid, offset, attempt)
         lost = rank.work if loss.work is None else loss.work
         for rid, (request, leg) in list(lost.items()):
             if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
@@ -66,9 +66,11 @@ class Losses:
             self._attempts.ended(leg, request)
             if loss.died:
                 request.losses += 1
-                request.lost_last = True
+                request.lost_at = request.attempt
+                self.unclear.passed(rid, request.attempt)
             elif loss.died is None:
-                self.unclear.lost(rank, rid, request.submit.offset)
+                request.lost_at = 0
+                self.unclear.lost(rank, rid, request.submit.offset, request.attempt)
             self._failed(request, leg, "peer_lost", loss.why, now, out)
 
     def unsent(self, rank: Rank, dispatch: Dispatch, now: float, out: list[Action]) -> None:
@@ -142,7 +144,7 @@ class Losses:
         """Mark a new request (`apart`) that may kill ranks. Raises Refusal for one that has killed too many, or may
         have: that is known within a lease (the time after which a silent rank is lost)."""
         self.unclear.begins(request.rid, request.attempt)
-        self.unclear.goes_on(request.rid, request.submit.offset)
+        self.unclear.resumes(request.rid, request.submit.offset)
         attempts = self._config.attempts
         if request.losses >= attempts:
             raise Refusal("poison", f"{request.losses} ranks were lost with it")
@@ -150,10 +152,10 @@ class Losses:
             raise Refusal("peer_lost", "whether its ranks died of it is not known yet")
         request.apart = self.is_apart(request)
 
-    def goes_on(self, request: Request) -> None:
-        """Note that another attempt of the request begins here, or waits to begin."""
-        self.unclear.goes_on(request.rid, request.submit.offset)
-        request.lost_last = False
+    def over(self, request: Request) -> None:
+        """Note the end of a submit: a loss after which it had a token was not its last one."""
+        if had_output(request):
+            self.unclear.passed(request.rid, request.attempt)
 
     def of(self, request: Request) -> int:
         """Return how many ranks have died with the request, or may have."""

@@ -93,7 +93,7 @@ class Request:
 
     __slots__ = (
         "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "dispatched", "first_due",
-        "frames", "frames_bytes", "lane", "legs", "losses", "lost_last", "model", "order", "past", "peer", "places",
+        "frames", "frames_bytes", "lane", "legs", "losses", "lost_at", "model", "order", "past", "peer", "places",
         "predicted_s", "rid", "state", "submit", "trace", "tries", "work",
     )  # fmt: skip
     arrived: int  # where it waits (`lane`): its number among those that came to
@@ -118,7 +118,7 @@ class Request:
         self.tries = 0  # dispatches, but for those that never left
         self.dispatched = False  # ever
         self.losses = 0  # of those, ended by the loss of a rank
-        self.lost_last = False  # the last one was
+        self.lost_at = 0  # the attempt that ended so last; 0: the last loss is none of these
         self.apart = False  # one more loss makes it poison: it goes nowhere beside another such
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it, or whose streams its client does not get
         self.lane: Lane | None = None  # where it waits
@@ -207,6 +207,11 @@ def is_spare(leg: LegRun, request: Request) -> bool:
     """Return true if `request` does not need `leg` any more: once decode has its first token, only decode's own end
     decides."""
     return request.state is State.STREAMING and not leg.answers
+
+
+def had_output(request: Request) -> bool:
+    """Return true if the current attempt of the request has had output."""
+    return any(leg.answers and leg.first_at != inf for leg in request.legs)
 
 
 def verdict(request: Request, code: Code, attempts: int, unclear: int = 0) -> Literal["again", "fail", "poison"]:

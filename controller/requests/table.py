@@ -20,7 +20,7 @@ from controller.requests.lanes import Lane
 from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder, Tally
 from controller.requests.queue import CentralQueue
 from controller.requests.record import RequestRecord, record_of
-from controller.requests.request import Request, State
+from controller.requests.request import Request, State, had_output
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
@@ -49,7 +49,7 @@ class RequestTable:
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, tuple[int, int, bool]] = OrderedDict()  # of failed requests: offset, ranks
-        # lost, whether the last attempt ended so
+        # lost, whether no token came after the last one
         # requests that failed of late, or were tried again here: their ranks may still say something of them. Room,
         # prompt tokens, the attempt that was submitted last, and the last one that was made here
         self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
@@ -128,8 +128,8 @@ class RequestTable:
         self, request: Request, now: float, code: Code = "ok", why: str = "", *, failed: bool = False
     ) -> RequestRecord:
         """Remove a request that ended with `code`, and return its record, which stays. If it `failed`, the ranks
-        that it lost are remembered, in case its client sends it again; so are tries that a client of its rid may not
-        know."""
+        that it lost are remembered, in case its client sends it again, as are those of one that its client sends again
+        while it lives; so are tries that a client of its rid may not know."""
         if request.lane is not None:
             self.queue.remove(request)
         request.step("over")
@@ -142,21 +142,23 @@ class RequestTable:
         if request.deadline_at is not None:
             self._due.remove(request.rid, request.deadline_at)
         if failed or request.attempt > request.submit.attempt or request.rid in self._over:
-            self._remember(request, failed)
+            self._remember(request, code)
         record = record_of(request, now, code, why)
         self.history.add(record)
         return record
 
-    def blame(self, rid: Rid, offset: int, last: bool) -> None:
-        """Record that a rank has died with `rid`, which may have ended: that counts for this `offset`. `last`: no
-        attempt has begun since."""
+    def blame(self, rid: Rid, offset: int, attempt: Attempt) -> None:
+        """Record that a rank has died with this attempt of `rid`, which may have ended: that counts for this `offset`.
+        0: a token may have come since."""
         request = self.requests.get(rid)
         if request is not None:
-            request.losses += request.submit.offset == offset
+            if request.submit.offset == offset:
+                request.losses += 1
+                request.lost_at = attempt or request.lost_at
             return
         before, losses, was_last = self._losses.get(rid, (offset, 0, False))
         same = before == offset
-        self._keep_losses(rid, offset, losses + 1 if same else 1, last or (same and was_last))
+        self._keep_losses(rid, offset, losses + 1 if same else 1, attempt > 0 or (same and was_last))
 
     def records(self, rid: Rid) -> list[RequestRecord]:
         """Return the records of the request with this rid, the oldest first: those that are kept, and the live one."""
@@ -205,7 +207,7 @@ class RequestTable:
             return SloOrder(self._config.overtake_tokens, tally)
         return ArrivalOrder(tally)
 
-    def _remember(self, request: Request, failed: bool) -> None:
+    def _remember(self, request: Request, code: Code) -> None:
         """Keep what a later submit under this rid has to know of the request, which is over."""
         if request.tries:
             submit = request.submit
@@ -214,8 +216,9 @@ class RequestTable:
             self._over[request.rid] = submit.bootstrap_room, prompt_tokens, submit.attempt, request.attempt
             if len(self._over) > MAX_OVER:
                 del self._over[next(iter(self._over))]
-        if failed and request.losses:
-            self._keep_losses(request.rid, request.submit.offset, request.losses, request.lost_last)
+        if request.losses and code != "ok":
+            last = request.lost_at > 0 and (request.lost_at == request.attempt or not had_output(request))
+            self._keep_losses(request.rid, request.submit.offset, request.losses, last)
 
     def _keep_losses(self, rid: Rid, offset: int, losses: int, last: bool) -> None:
         self._losses[rid] = offset, losses, last

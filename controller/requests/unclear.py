@@ -20,28 +20,34 @@ MAX_UNTOLD = 16_384
 
 class Unclear:
     """The open cases. `at`: by rank, the requests that were lost with it while it is not known whether it died (a
-    lease at most), each with the offset at which that counts, and whether no attempt has begun since. `attempts`: by
-    rid, the newest attempt that was given up without a message to its rank, and its room (None: unknown, or several);
-    of more than `MAX_UNTOLD` the oldest is dropped."""
+    lease at most), each with the offset at which that counts, and the attempt (0: a token may have come since).
+    `attempts`: by rid, the newest attempt that was given up without a message to its rank, and its room (None: unknown,
+    or several); of more than `MAX_UNTOLD` the oldest is dropped."""
 
     def __init__(self) -> None:
-        self.at: dict[Rank, dict[Rid, tuple[int, bool]]] = {}
+        self.at: dict[Rank, dict[Rid, tuple[int, Attempt]]] = {}
         self.attempts: OrderedDict[Rid, tuple[Attempt, Room | None]] = OrderedDict()
 
-    def lost(self, rank: Rank, rid: Rid, offset: int) -> None:
-        """Record that `rid` was lost with this rank. `offset` is its submit's: the output tokens that the client had
-        when it submitted, not those that came since."""
-        self.at.setdefault(rank, {})[rid] = offset, True
+    def lost(self, rank: Rank, rid: Rid, offset: int, attempt: Attempt) -> None:
+        """Record that this attempt of `rid` was lost with this rank. `offset` is its submit's: the output tokens that
+        the client had when it submitted, not those that came since."""
+        self.passed(rid, attempt)
+        self.at.setdefault(rank, {})[rid] = offset, attempt
 
-    def goes_on(self, rid: Rid, offset: int) -> None:
-        """Note that another attempt of `rid` begins, whose client has `offset` output tokens: these came before the
-        last loss, which therefore counts from now on for this offset."""
+    def passed(self, rid: Rid, attempt: Attempt) -> None:
+        """Note that the losses of `rid` before this attempt are not its last: it was lost again, or had a token."""
         for lost in self.at.values():
-            if rid in lost:
-                before, last = lost[rid]
-                lost[rid] = offset if last and before < offset else before, False
+            if rid in lost and lost[rid][1] < attempt:
+                lost[rid] = lost[rid][0], 0
 
-    def settle(self, rank: Rank) -> dict[Rid, tuple[int, bool]]:
+    def resumes(self, rid: Rid, offset: int) -> None:
+        """Note that a client with `offset` output tokens submits `rid`: these came before the last loss, which
+        therefore counts from now on for this offset."""
+        for lost in self.at.values():
+            if rid in lost and lost[rid][1] and lost[rid][0] < offset:
+                lost[rid] = offset, 0
+
+    def settle(self, rank: Rank) -> dict[Rid, tuple[int, Attempt]]:
         """Return the requests lost with `rank`, as in `at`, and forget them: it is known now whether it has died."""
         return self.at.pop(rank, {})
 

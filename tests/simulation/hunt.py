@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--all-cpu-s", type=float, default=float("inf"), help="for all of them together")
     parser.add_argument("--from", dest="first", type=int, default=1)
     parser.add_argument(
-        "--how", choices=("small", "tight", "crowded", "tries"), help="in these worlds; else in three kinds in turn"
+        "--how",
+        choices=("small", "tight", "crowded", "tries", "killers"),
+        help="in these worlds; else in three kinds in turn",
     )
     parser.add_argument("--known", action="store_true", help="at the seeds where they were found, and nowhere else")
     parser.add_argument("--state", type=Path, help="of a hunt that goes on where it was")

@@ -37,6 +37,7 @@ KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what
 SHARED_S = 8.0  # of a rid that several requests have: a rank waits 2 s for the one that never came, its client 2 s more
 RECENT_S = 8.0  # after its end a fault is no reason any more for a try that fails
 SILENT_S = 5.0
+KILLS_S = 1.0  # until what is over runs nowhere any more
 LET_GO_S = 20.0  # after a key was let go of nothing of its is computed
 AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
            "resync", "who")  # fmt: skip
@@ -79,6 +80,8 @@ def end(world: World, asked: Asked) -> None:
     if why := _no_cause(world, asked, "cancelled" if cancelled else result.code):
         raise broken("no end without a cause", why)
     felt = _felt(world, asked)
+    if not world.spec.faults and max(_killed(asked).values(), default=0) > POISON:
+        raise broken("a request takes few ranks down", f"{asked.killed}")
     lapsed = spec.prefill_controller >= 0 and lived_s > HOLD_S  # its decode leg waited longer than a KV cache is held
     again = _namesakes(world, asked) or asked.rid in world.turned_down or lapsed
     match result.code:
@@ -109,6 +112,13 @@ def end(world: World, asked: Asked) -> None:
                 raise broken("no client gives up early", "")
             if result.code not in LOAD and len(felt) <= 1 and result.attempts > FEW and _is_quick(felt):
                 raise broken("a fault costs few tries", f"{felt}")
+
+
+def _killed(asked: Asked) -> Counter[int]:
+    """Return how many processes died of it between two of its tokens, by the number of tokens before. Its client had so
+    many when it submitted what killed the next one, or at its end."""
+    offsets = [*(offset for _, offset in asked.killed[1:]), len(asked.output.ids)]
+    return Counter(offsets[: len(asked.killed)])
 
 
 def _namesakes(world: World, asked: Asked) -> list[Asked]:
@@ -332,6 +342,9 @@ def at_rest(world: World) -> None:
     for asked in world.asked:
         if asked.lives:
             raise Broken("it ends", f"{asked.rid} (request {asked.spec.number}), from {asked.began:.3f} on", asked.rid)
+        if asked.ended is not None and any(when > asked.ended + KILLS_S for when, _ in asked.killed):
+            why = f"{asked.rid}, over at {asked.ended:.3f}, killed ranks at {asked.killed}"
+            raise Broken("what is over takes no rank down", why, asked.rid)
     there: dict[tuple[str, int], NodeProcess] = {}
     for node in world.nodes:
         if node.replaced:

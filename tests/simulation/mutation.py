@@ -18,7 +18,7 @@ class Mutation:
     new: str
     seed: int = -1
     unseen: str = ""
-    how: Literal["small", "tight", "crowded", "tries"] = "small"
+    how: Literal["small", "tight", "crowded", "tries", "killers"] = "small"
 
     @property
     def module(self) -> str:

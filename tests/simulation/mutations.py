@@ -18,6 +18,8 @@ MUTATIONS = (
              "if len(request.ids) > request.offset and (attempt,", "if False and (attempt,", seed=113, how="tight"),
     Mutation("poison-by-resets", "requests are poison though no rank has died",
              "controller.requests.losses:Losses.lost", "if loss.died:\n                request.losses", "if True:\n                request.losses", seed=26, how="tries"),
+    Mutation("last-death-forgotten", "the rank that dies after it has sent a token is none of those that died since",
+             "controller.requests.table:RequestTable.add", "request.losses = int(last)", "request.losses = 0", seed=42, how="killers"),
     Mutation("resets-lose-work", "what ended during a reset is never told",
              "nodes.link.rank:LinkedRank.welcomed", "if again:", "if False:",
              unseen="what is not said again is lost once two pings are answered, and tried once more: its client has its end from the stream"),

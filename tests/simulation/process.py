@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bus.broker.shell import Broker, BrokerConfig
 from controller.config import ControllerConfig
 from controller.shell import Controller
 from nodes.config import NodeConfig
+from nodes.link.rank import LinkedRank
 from nodes.node import Node
 from nodes.own.engines.base import Row, StepPlan, StepResult
 from nodes.own.engines.factory import EngineConfig
@@ -230,6 +232,17 @@ class NodeProcess(RankProcess):
         self.part._on_ready = self._on_ready
         self.ready = False
         exits.callback(self.part.close)
+        if any(each.kills_at >= 0 for each in self.world.spec.requests):
+            for rank, each in zip(config.dp_ranks, self.engines, strict=True):
+                each.deadly = partial(self._dies_of, self.part.host.ranks[rank])  # type: ignore[method-assign]
+
+    def _dies_of(self, rank: LinkedRank, plan: StepPlan) -> bool:
+        legs = {leg.seq: leg for leg in rank.core.legs}
+        for row in plan.rows:
+            leg = legs.get(row.seq)
+            if leg is not None and self.world.kills(self, leg, row.output_index):
+                return True
+        return False
 
     def _on_ready(self, node: Node) -> None:
         self.ready = True
@@ -291,8 +304,12 @@ class TrialEngine(SimEngine):
     hangs = False
     fails = 0  # so many steps from now on
 
+    def deadly(self, plan: StepPlan) -> bool:
+        """Kill the process if it dies of the step, and return whether it does."""
+        return False
+
     def submit(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
-        if self.hangs:
+        if self.hangs or self.deadly(plan):
             return
         if self.fails:
             self.fails -= 1

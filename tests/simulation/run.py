@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 from simulation.broken import Broken
 from simulation.cached import draw_cached
 from simulation.crowded import draw_crowded
+from simulation.killers import draw_killers
 from simulation.pairs import draw_pairs
 from simulation.small import draw_small
 from simulation.spec import FAULTS, Spec, draw
@@ -34,15 +35,16 @@ from simulation.tries import draw_tries
 from simulation.world import World
 
 How: TypeAlias = Literal[
-    "", "plain", "guests", "policies", "small", "tight", "crowded", "tries", "pairs", "cached", "mixed"
+    "", "plain", "guests", "policies", "small", "tight", "crowded", "tries", "pairs", "killers", "cached", "mixed"
 ]
-MIXED: tuple[How, ...] = ("tight", "crowded", "tries", "pairs", "small", "guests", "")
+MIXED: tuple[How, ...] = ("tight", "crowded", "tries", "pairs", "killers", "small", "guests", "")
 DRAWS: dict[str, Callable[[int], Spec]] = {
     "small": draw_small,
     "tight": draw_tight,
     "crowded": draw_crowded,
     "tries": draw_tries,
     "pairs": draw_pairs,
+    "killers": draw_killers,
     "cached": draw_cached,
 }
 MEET_S = 5.0  # two faults have met when one began so soon after the other
@@ -159,6 +161,7 @@ def main() -> None:
         ("crowded", "small worlds of full ranks and long requests, whose processes lose several others at once"),
         ("tries", "small worlds in which what is tried again fails again, or is forgotten"),
         ("pairs", "small worlds in which two kinds of faults meet, each seed the next pair of all"),
+        ("killers", "small worlds with a request that kills its ranks"),
         ("cached", "conversations, whose decode ranks keep KV caches and compute prompts"),
         ("mixed", "all but the plain ones, those with policies and conversations, in turn"),
     ):

@@ -63,6 +63,9 @@ class RequestSpec:
     rid: str = ""  # empty: the client draws one
     by: str = ""  # the name of a guest that asks for it
     prefill_controller: int = -1  # of a pair at two controllers; -1: there is one for both legs
+    kills_at: int = (
+        -1
+    )  # the process dies that computes this token of its output (0: the first, or its prompt); -1: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from bus.endpoints import ControllerAddress
 from bus.errors import Replaced
 from nodes.config import NodeConfig
 from nodes.link.config import Limits
+from nodes.link.leg import Leg
 from nodes.own.engines.factory import EngineConfig
 from nodes.own.engines.timing import SimTiming
 from pdbus.client.core import Patience
@@ -56,6 +57,7 @@ class Asked:
         self.room: int | None = None
         self.over = False  # of who hears of its end alone
         self.process: Process | None = None  # whose it is
+        self.killed: list[tuple[float, int]] = []  # when a process died of it, and the offset of that attempt
 
     @property
     def lives(self) -> bool:
@@ -435,6 +437,20 @@ class World:
                 return None
         inner_laws.arrives(self, pipe, frames)
         return frames
+
+    def kills(self, process: Process, leg: Leg, token: int) -> bool:
+        """Kill a process that computes this output token of a request, if that is deadly, and return whether it is."""
+        rid = leg.rid.removesuffix(".prefill")
+        killer = next((each for each in self.asked if each.rid == rid and 0 <= each.spec.kills_at <= token), None)
+        if killer is None:
+            return False
+        killer.killed.append((self.now, leg.offset))
+        self.counts["killed"] += 1
+        self.at(self.now, lambda: self._crash(process))
+        fault = Fault(self.now, "crash", process.name)
+        self.on_fault(fault)
+        self.befell.append((self.now, self.now + RESTART_S[1] + laws.TAIL_S, fault))
+        return True
 
     def _crash(self, process: Process) -> None:
         if not process.alive:
