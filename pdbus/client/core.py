@@ -268,7 +268,11 @@ class ClientCore:
             return actions + self._end(request, message.finish, now)
         if message.finish:
             request.move(Event.STREAM_FAILED)
-            request.stream_failure = (message.code if message.code != "ok" else "decode_failed", message.message)
+            code = message.code if message.code != "ok" else "decode_failed"
+            withdrawn_at = max(request.withdrawn_at.values(), default=-inf)
+            if code == "cancelled" and now - withdrawn_at < self._patience.connect_timeout_s:
+                code = "fenced"  # by us, as an attempt of the controller's own, whose number ours has now
+            request.stream_failure = (code, message.message)
             request.due_at = now + VERDICT_S
             return actions
         return actions + self._end(request, "length", now) if len(request.ids) >= most else actions

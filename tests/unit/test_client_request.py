@@ -132,6 +132,17 @@ def test_the_answer_to_our_own_cancel_is_none_to_the_next_attempt() -> None:
     assert (d.result.code, d.result.attempts) == ("ok", 2)
 
 
+def test_nor_is_the_end_of_the_stream_that_it_cancelled() -> None:
+    d = Driver()
+    d.accept()
+    assert submit_in(d.wait(7.0)).attempt == 2
+    d.accept(2, RANK_1)  # said before our cancel came
+    d.tokens(0, 10, finish="cancelled", code="cancelled", attempt=2, peer=RANK_1.endpoint)
+    assert d.receive(Failed("r", 2, "cancelled", "cancelled by the client", False)) == []
+    assert submit_in(d.wait(3.0)).attempt == 3
+    assert d.result is None
+
+
 def test_a_cancel_by_another_ends_an_attempt_that_followed_ours_long_ago() -> None:
     d = Driver()
     d.accept()
