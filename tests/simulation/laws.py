@@ -101,6 +101,8 @@ def end(world: World, asked: Asked) -> None:
                 raise broken("no end without a cause", "no step failed")
         case "decode_failed" if _waits_for_decode(world, asked):
             pass
+        case "prefill_failed" | "unknown_room" if lapsed:  # what its last try met
+            pass
         case "overloaded" if asked.rid in world.turned_down:
             pass
         case "too_many" if "client_requests" in dict(world.spec.settings):
