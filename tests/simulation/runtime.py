@@ -104,6 +104,7 @@ class SimSockets:
         self.keyed = process.world.spec.keyed
         process.sockets.append(self)
         self.open: list[SimSocket] = []
+        self.key_revoked: Callable[[str, str], None] = lambda name, domain: None
 
     def __enter__(self) -> SimSockets:
         return self
@@ -115,6 +116,9 @@ class SimSockets:
         for socket in self.open:
             self._network.close(socket, 0.0)
         self.open.clear()
+
+    def on_key_revoked(self, function: Callable[[str, str], None]) -> None:
+        self.key_revoked = function
 
     def look(self) -> None:
         """Do nothing: the network lets go of a revoked key."""

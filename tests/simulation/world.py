@@ -405,9 +405,13 @@ class World:
         def let_go() -> None:
             self.network.banned.add(process.name)
             self.revoked[process.name] = self.now
+            others: dict[Process, None] = {}  # in order
             for pipe in self.network.connections(process):
                 if pipe.peer is not None and pipe.socket.process is not pipe.peer.socket.process:
+                    others[pipe.peer.socket.process] = None
                     self.network.reset(pipe)
+            for sockets in [sockets for other in others for sockets in other.sockets if sockets.open]:
+                sockets.key_revoked(process.name, "")
             self.at(self.now + for_s, back)
 
         def back() -> None:
