@@ -26,7 +26,8 @@ from simulation.story import message_in
 # that waited three times for a prefill leg whose end its client had not heard; a law that forgot a cancel which came
 # while a rank was paused; a watch that was asked for again before its answer came; and more of the same.
 BROKE = {"--plain": (5, 12, 20781088, 20781124),
-         "": (4, 450, 55, 701574, 702428, 703233, 703303, 704171, 712781, 713026, 727936),
+         "": (4, 450, 55, 701574, 702428, 703233, 703303, 704171, 712781, 713026, 727936, 729049,
+              729695),
          "--small": (60, 600010, 600141), "--tight": (27, 700525, 701022, 702982),
          "--crowded": (91, 700862, 701415, 701919, 702115, 703697), "--tries": (701395, 711083),
          "--guests": (700978, 702021, 702931, 727095), "--pairs": (702649, 760021),

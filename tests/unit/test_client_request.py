@@ -397,6 +397,16 @@ def test_a_rid_used_again_begins_with_another_attempt_so_that_nothing_of_the_fir
     assert submit_in(d.take(d.core.begin(late, d.now))).attempt == 1
 
 
+def test_what_a_controller_did_with_former_requests_of_the_rid_is_nothing_of_the_new_one() -> None:
+    """It hears three of them, and two cancels, at once, and numbers them itself."""
+    d = Driver()
+    for attempt, room in ((40, 7), (41, 8)):
+        assert d.receive(Accepted("r", attempt, room, PREFILL, RANK_1)) == []
+        assert d.receive(Failed("r", attempt, "cancelled", "cancelled by the client", False)) == []
+    assert d.result is None
+    assert d.accept(42) == [Attach("r", 42, 0, True, 9)]
+
+
 def test_what_a_controller_begins_again_after_the_end_is_cancelled() -> None:
     """A repeated submit may come there after the failure was sent."""
     d = Driver()
