@@ -195,8 +195,8 @@ class ClientCore:
         attempt = message.attempt
         if attempt < request.submits[key].attempt:
             return []
-        room, ours = message.bootstrap_room, request.submits[key].bootstrap_room
-        if room != ours and room is not None and ours is not None:
+        room = message.bootstrap_room
+        if room is not None and room != request.submits[key].bootstrap_room:
             request.number(key, min(attempt + 1, MAX_ATTEMPT))  # a former request of this rid, and its end follows
             return []
         is_repeat = attempt == request.submits[key].attempt and (request.submit_states[key] is not SubmitState.ASKED)
