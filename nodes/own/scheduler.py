@@ -8,7 +8,9 @@ Admission is strict first come, first served within a priority, by free run slot
 blocks it can ever need (prompt and output) when it is admitted: memory is used less tightly than with growth and
 preemption, but an admitted sequence always finishes and nothing is ever computed twice. A step takes one token of every
 decoding sequence, then prompt tokens in order of admission up to `chunk_tokens` in all (chunked prefill). Several
-clients take turns in both, and none takes all (`nodes.own.admission`).
+clients take turns in both, and none takes all (`nodes.own.admission`). A prompt looks into the prefix cache when it is
+admitted, and again when its first tokens are computed: of prompts with one prefix that come together the first computes
+it for all.
 """
 
 from __future__ import annotations
@@ -44,11 +46,16 @@ class Scheduler:
         self._shares = StepShares()
         self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
         self._admitted: list[Sequence] = []
-        self.begun: deque[Sequence] = deque(maxlen=max_running)  # admitted, prompt computed here; the owner takes them
+        self.begun: deque[Sequence] = deque(
+            maxlen=max_running
+        )  # their prompts are computed from now on; the owner takes them
         self._in_step: list[Sequence] = []  # in the order of the plan's rows
         self._held = 0  # sequences in phase HELD
         self._held_tokens = 0  # of their prompts
         self._lent: dict[int, list[int]] = {}  # blocks kept for another rank, by the id of a sequence to come
+        self._coming: dict[
+            int, int
+        ] = {}  # by hash, blocks of prompts: the sequence that will be the first to compute it
         self._waiting_tokens = 0
         self._kv_tokens = 0
 
@@ -123,6 +130,11 @@ class Scheduler:
         reusable = self._reusable(sequence)
         sequence.read = min(sequence.read, len(reusable))
         here = max(len(self.pool.match_prefix(reusable)), sequence.read)
+        if not sequence.imported:
+            while here < len(reusable) and reusable[here] in self._coming:
+                here += 1
+            sequence.first_of = reusable[here:]
+            self._coming.update(dict.fromkeys(sequence.first_of, sequence.id))
         self._expect(sequence, len(sequence.prompt) - here * self.pool.block_tokens)
         sequence.phase = Phase.PARKED
         if not parked:
@@ -164,13 +176,9 @@ class Scheduler:
         assert sequence.phase is Phase.FETCHING, sequence
         sequence.read = 0
         tokens = blocks * self.pool.block_tokens - sequence.computed
-        sequence.cached_tokens += tokens
-        self.cached_tokens_total += tokens
-        self._hold(sequence, tokens)
-        self._expect(sequence, len(sequence.prompt) - sequence.computed)
+        self._cached(sequence, tokens)
         sequence.phase = Phase.PROMPT
         self._commit(sequence)
-        self.begun.append(sequence)
         return tokens
 
     def lend(self, seq: int, hashes: Seq[int]) -> int:
@@ -275,9 +283,44 @@ class Scheduler:
         if prompts:
             size = self.pool.block_tokens
             budget = max(self.chunk_tokens - len(fed), size)  # prompts progress however many sequences decode
-            for sequence, count in self._shares.divide(prompts, budget, self.step, size):
+            for sequence, count in self._shares.divide(map(self._match, prompts), budget, self.step, size):
+                self._note_begun(sequence)
                 sequence.fed = count
                 fed.append(sequence)
+
+    def _match(self, sequence: Sequence) -> Sequence:
+        """Return `sequence`, in phase PROMPT. One of which nothing is computed yet takes from the cache what has come
+        there since it was admitted."""
+        if sequence.computed > sequence.cached_tokens:
+            return sequence
+        reusable, known = self._reusable(sequence), sequence.committed
+        if known < len(reusable) and self.pool.is_cached(reusable[known]):
+            more = len(self.pool.match_prefix(reusable)) - known
+            if more > 0:
+                self.pool.release(sequence.table)
+                taken = self.pool.take(self.pool.blocks_for(sequence.reserve_tokens), reusable)
+                assert taken is not None, "it has just given back as much"
+                sequence.table, sequence.committed = taken
+                self._cached(sequence, more * self.pool.block_tokens)
+        self._expect(sequence, len(sequence.prompt) - sequence.computed)
+        return sequence
+
+    def _note_begun(self, sequence: Sequence) -> None:
+        if sequence.computed == sequence.cached_tokens:
+            self.begun.append(sequence)
+
+    def _cached(self, sequence: Sequence, tokens: int) -> None:
+        """Account for `tokens` more of the prompt that need not be computed: they are in `table`."""
+        sequence.cached_tokens += tokens
+        self.cached_tokens_total += tokens
+        self._hold(sequence, tokens)
+        self._expect(sequence, len(sequence.prompt) - sequence.computed)
+
+    def _no_more_first(self, sequence: Sequence) -> None:
+        for block_hash in sequence.first_of:
+            if self._coming.get(block_hash) == sequence.id:
+                del self._coming[block_hash]
+        sequence.first_of = ()
 
     def _advance(self, sequence: Sequence, fed: int) -> None:
         """Account for `fed` more tokens in the KV memory of a sequence. It decodes once its prompt is computed."""
@@ -288,6 +331,7 @@ class Scheduler:
             self._expect(sequence, len(sequence.prompt) - sequence.computed)
             if sequence.computed == len(sequence.prompt):
                 sequence.phase = Phase.DECODING
+                self._no_more_first(sequence)
         if sequence.computed >= (sequence.committed + 1) * self.pool.block_tokens:
             self._commit(sequence)
 
@@ -334,15 +378,14 @@ class Scheduler:
             self._hold(sequence, sequence.cached_tokens)
             reads = sequence.read > shared
             if not reads:
-                self._expect(sequence, len(sequence.prompt) - sequence.cached_tokens)
+                lacks = len(sequence.prompt) - sequence.cached_tokens
+                self._expect(sequence, lacks if sequence.imported else min(lacks, sequence.expected))
             sequence.phase = Phase.FETCHING if sequence.imported or reads else Phase.PROMPT
             self._running[sequence.id] = sequence
             if holdings is not None:
                 holdings.add(sequence)
             if sequence.phase is Phase.FETCHING:
                 self._admitted.append(sequence)
-            else:
-                self.begun.append(sequence)
 
     def _commit(self, sequence: Sequence) -> None:
         """Name the blocks that became full; output blocks too, because the next turn of a conversation begins with
@@ -379,6 +422,7 @@ class Scheduler:
         sequence.expected = tokens
 
     def _remove(self, sequence: Sequence) -> None:
+        self._no_more_first(sequence)
         self._expect(sequence, 0)
         if sequence.phase is Phase.HELD:
             self._held -= 1
@@ -400,6 +444,7 @@ class Scheduler:
         self._queue.validate({s for s in live if s.phase is Phase.WAITING})
         self._shares.validate(live)
         assert self._waiting_tokens == sum(s.expected for s in live)
+        assert all(each in self._sequences[seq].first_of for each, seq in self._coming.items())
         assert self._kv_tokens == sum(s.computed for s in live)
         assert list(self._running) == [s.id for s in self._running.values()]
         assert {s.id for s in live if s.phase in SLOT_PHASES} == set(self._running)

@@ -53,6 +53,7 @@ class Sequence:
     cached_tokens: int = 0
     computed: int = 0  # tokens whose KV is in `table`
     expected: int = 0  # prompt tokens still to compute or fetch, as counted in the load
+    first_of: Seq[int] = ()  # hashes of the prompt's blocks that no sequence before it computes, until all are computed
     committed: int = 0  # full blocks named in the prefix cache
     output: list[int] = field(default_factory=list)
     finish: FinishReason = ""  # why the last token of `output` is the last; or `failed`, with its step

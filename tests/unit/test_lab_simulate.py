@@ -146,7 +146,7 @@ def test_without_prefixes_cache_aware_is_total_tokens() -> None:
 
 def test_the_order_slo_keeps_more_slos_under_a_burst_and_costs_nothing_without() -> None:
     before, ordered = (run("cache_aware", of=long, load=1.3, queue_order=order) for order in ("arrival", "slo"))
-    assert ordered.slo_attainment > 1.4 * before.slo_attainment
+    assert ordered.slo_attainment > 1.2 * before.slo_attainment
     assert ordered.ttft_mean_s < 0.8 * before.ttft_mean_s
     assert ordered.ttft_p999_s < 2.5 * before.ttft_p999_s
     before, ordered = (run("cache_aware", load=0.3, queue_order=order) for order in ("arrival", "slo"))
@@ -156,7 +156,7 @@ def test_the_order_slo_keeps_more_slos_under_a_burst_and_costs_nothing_without()
 def test_the_order_slo_needs_no_single_controller() -> None:
     before = run("cache_aware", of=long, load=1.2, controllers=4)
     ordered = run("cache_aware", of=long, load=1.2, controllers=4, queue_order="slo")
-    assert ordered.slo_attainment > 1.2 * before.slo_attainment
+    assert ordered.slo_attainment > 1.1 * before.slo_attainment
 
 
 def test_how_far_others_overtake_is_bounded() -> None:

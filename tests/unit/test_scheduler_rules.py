@@ -117,6 +117,35 @@ def test_waiting_tokens_leave_out_what_the_cache_will_save() -> None:
     assert (s.prompt_tokens_total, s.cached_tokens_total) == (18, 8)
 
 
+def test_of_prompts_with_one_prefix_that_come_together_the_first_computes_it_for_all() -> None:
+    s, prefix = scheduler(), list(range(12))
+    for number in range(3):
+        s.add(Sequence(number, [*prefix, 90 + number], 1))
+    assert s.waiting_tokens == 13 + 1 + 1, "what the first will compute is not for the others to do"
+    assert shape(run(s)[0]) == [(0, 0, 8)]
+    assert [each.id for each in s.begun] == [0]
+    plan, _ = run(s)
+    assert shape(plan) == [(0, 8, 5), (1, 8, 3)], "the step has room for more, and the second looks anew"
+    assert s.waiting_tokens == 2 + 1
+    plan, _ = run(s)
+    assert shape(plan) == [(1, 11, 2), (2, 12, 1)]
+    assert (s.cached_tokens_total, s.computed_tokens_total) == (8 + 12, 13 + 5 + 1)
+    assert [each.cached_tokens for each in s.begun] == [0, 8, 12]
+    assert (s.waiting_tokens, s.pool.held) == (0, 0)
+
+
+def test_what_a_cancelled_prompt_would_have_computed_the_next_one_does() -> None:
+    s, prefix = scheduler(), list(range(12))
+    s.add(Sequence(1, [*prefix, 90], 1))
+    s.add(Sequence(2, [*prefix, 91], 1))
+    s.cancel(1)
+    assert shape(run(s)[0]) == [(2, 0, 8)]
+    assert s.waiting_tokens == 13 - 8
+    s.add(Sequence(3, [*prefix, 92], 1))
+    assert s.waiting_tokens == 5 + 5, "it cannot know that of 2, which came when 1 was there"
+    s.validate()
+
+
 def test_a_held_prefill_keeps_its_kv_and_no_slot() -> None:
     s = scheduler(max_running=1)
     s.add(Sequence(1, [5] * 6, 1, hold=True))
