@@ -268,7 +268,7 @@ def test_each_trip_ends_every_request_and_is_counted(trip: Trip, settings: dict[
         ranks=2, decode_ranks=2, load=0.5, decode_kv_tokens=500_000, decode_method="cache_aware", decode_cache=True,
         trip=trip, decode_prefills=trip == "at_decode", **settings,
     )  # fmt: skip
-    outcome: Outcome = simulate(generate_sessions(8, seed=2), "cache_aware", config)
+    outcome: Outcome = simulate(generate_sessions(2, seed=2), "cache_aware", config)
     for course in outcome.courses:
         assert course.arrived_s < course.first_token_s <= course.finished_s
         assert course.read_tokens + course.moved_tokens <= 2 * course.request.prompt_tokens
@@ -309,7 +309,7 @@ def test_a_trip_is_for_virtual_time_and_reading_back_for_methods_with_records() 
 
 def test_the_example_reads_back_where_the_link_is_quicker_than_prefill() -> None:
     example = f"{Path(__file__).parents[2] / 'examples' / 'where_to_prefill.py'}:ReadBack"
-    trace = generate_sessions(8, seed=2)
+    trace = generate_sessions(2, seed=2)
     config = LabConfig(ranks=2, decode_ranks=2, load=0.3, decode_cache=True, decode_method=example)
     shares = [
         summarise(simulate(trace, "cache_aware", each), each).back_share
