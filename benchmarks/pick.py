@@ -1,7 +1,8 @@
 """`pick`: one pick of a rank with its raise of the rank's estimated load, by method and number of ranks, beside an
 argmin over a list.
 
-`cache_aware` is measured with hits too: prompts whose blocks some ranks hold (`Hits`).
+`cache_aware` is measured with hits too: prompts whose blocks some ranks hold (`Hits`). So are placements of pairs whose
+decode ranks have caches: ranks, and where the prompt is computed, by `least_cost`, beside the ranks by `cache_aware`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 from benchmarks.harness import Aim, Row, Scope, in_child, row
 from bus.wire.hashing import pack_hashes
-from bus.wire.messages import Hello, Load, Submit
+from bus.wire.kv_names import Stored
+from bus.wire.messages import Hello, Load, Role, Submit
+from controller.balancer import Balancer
 from controller.load.table import LoadTable
 from controller.policies import POLICIES, Policy, make_policy
 from controller.policies.methods import CacheAware
@@ -42,6 +45,9 @@ HITS = {  # by number of ranks
     4_096: (Hits(16, 8), Hits(64, 8), Hits(64, 2_048), Hits(256, 8)),
 }  # fmt: skip
 AIM_HITS_US = 10.0  # with 512 ranks
+PAIRS = {ranks: (Hits(64, 1), Hits(64, 8), Hits(256, 8)) for ranks in (8, 64, 512)}  # ranks of each role
+AIM_PAIRS = 1.5  # times what `cache_aware` takes
+PAIR_REPORTS = 2  # of each rank: two show its speeds
 
 
 def run(scope: Scope) -> list[Row]:
@@ -66,6 +72,19 @@ def run(scope: Scope) -> list[Row]:
             taken = in_child("pick:measure_hits", **arguments)
             aim = Aim(AIM_HITS_US, of_ratio=False) if ranks == 512 else None
             rows.append(row(case, "pick and raise", "µs", taken["ours"], taken["argmin"], aim))
+    for ranks, some in PAIRS.items():
+        for hits in some:
+            case = f"pairs of {ranks} + {ranks} ranks, {hits.blocks} blocks held by {hits.holders} of each"
+            scope.show(case)
+            arguments = {
+                "ranks": ranks,
+                "pairs": scope.size(1_000, 100),
+                "blocks": hits.blocks,
+                "holders": hits.holders,
+            }
+            taken = in_child("pick:measure_pairs", **arguments)
+            aim = Aim(AIM_PAIRS, of_ratio=True)
+            rows.append(row(case, "least_cost over cache_aware", "µs", taken["least_cost"], taken["cache_aware"], aim))
     return rows
 
 
@@ -146,3 +165,58 @@ def timed(table: LoadTable, policy: Policy, submits: list[Submit]) -> dict[str, 
             loads[best] += submit.prompt_tokens
         argmin.append((time.thread_time() - began) / len(linear) * 1e6)
     return {"ours": ours[1:], "argmin": argmin[1:]}
+
+
+def measure_pairs(ranks: int, pairs: int, blocks: int, holders: int) -> dict[str, Any]:
+    """Time placements of `pairs` prompts, of which `holders` decode ranks hold all blocks, and as many prefill ranks
+    three quarters, by each method of decode ranks; return microseconds of CPU by method, ROUNDS values each, after one
+    for warmth."""
+    worlds = {method: pairs_of(method, ranks, Hits(blocks, holders), pairs) for method in ("least_cost", "cache_aware")}
+    taken: dict[str, Any] = {method: [] for method in worlds}
+    for _ in range(1 + ROUNDS):
+        for method, (balancer, submits) in worlds.items():
+            began = time.thread_time()
+            for submit in submits:
+                for leg in balancer.place(submit, 0.0).legs:
+                    balancer.table.undo(leg.rank, leg.charge)
+            taken[method].append((time.thread_time() - began) / pairs * 1e6)
+    return {method: values[1:] for method, values in taken.items()}
+
+
+def pairs_of(method: str, ranks: int, hits: Hits, count: int) -> tuple[Balancer, list[Submit]]:
+    """Return a balancer of `ranks` prefill and as many decode ranks with caches, with `method` for the latter, and
+    `count` requests for prompts that they hold as `measure_pairs` says."""
+    rng = random.Random(ranks)
+    policies: dict[Role, Policy] = {"prefill": make_policy("cache_aware"), "decode": make_policy(method)}
+    balancer = Balancer(LoadTable(1), policies)
+    balancer.speeds()  # which are learnt from now on
+    for role in policies:
+        for dp_rank in range(ranks):
+            hello = Hello(
+                instance=role, dp_rank=dp_rank, epoch=1, role=role, model="m", dp_size=ranks, state="ready",
+                endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=BLOCK_TOKENS,
+                prefills=role == "decode", reads_back=True,
+            )  # fmt: skip
+            rank = balancer.opened(hello, ready=True)
+            for seq in range(1, 1 + PAIR_REPORTS):
+                load = Load(
+                    seq=seq, step=seq, running=4, waiting=0, waiting_tokens=0, kv_tokens=1_000, kv_capacity=0,
+                    max_running=0, busy_us_total=100_000 * seq, admitted_tokens_total=1_000 * seq,
+                    computed_tokens_total=1_000 * seq, fetches_total=seq, fetched_tokens_total=1_000 * seq,
+                    fetch_us_total=3_000 * seq,
+                )  # fmt: skip
+                balancer.report(rank.key, 1, load, float(seq))
+    families = []
+    for _ in range(max(FAMILIES, ranks // hits.holders)):
+        hashes = [rng.getrandbits(64) for _ in range(hits.blocks)]
+        families.append(pack_hashes(hashes))
+        for role, held in (("prefill", hits.blocks * 3 // 4), ("decode", hits.blocks)):
+            members = [rank for rank in balancer.table.ranks.values() if rank.info.role == role]
+            for rank in rng.sample(members, hits.holders):
+                balancer.cache(rank, (Stored(tuple(hashes[:held])),))
+    tokens = hits.blocks * BLOCK_TOKENS + 100
+    submits = [
+        Submit(f"r{n}", "pair", tokens, 1, n, model="m", block_tokens=BLOCK_TOKENS, block_hashes=rng.choice(families))
+        for n in range(count)
+    ]
+    return balancer, submits

@@ -192,6 +192,8 @@ class PrefixIndex:
         if not depth:
             return 0
         blocks, low = self._ranks[slot].blocks, 0  # a prompt is stored from its beginning on
+        if blocks.get(hashes[depth - 1]) == CONFIRMED:
+            return depth
         while low < depth:
             middle = (low + depth) // 2
             if blocks.get(hashes[middle]) == CONFIRMED:

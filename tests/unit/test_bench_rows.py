@@ -11,6 +11,7 @@ from rich.console import Console
 from benchmarks import BENCHMARKS, plot, table, vllm
 from benchmarks.__main__ import NAMES
 from benchmarks.harness import Aim, PartFailed, Row, Scope, in_child, percentile, row
+from benchmarks.pick import Hits, pairs_of
 
 
 def test_a_row_is_of_medians_and_their_ratio() -> None:
@@ -94,6 +95,16 @@ def test_a_part_measures_in_a_process_of_its_own() -> None:
     taken = in_child("pick:measure", method="total_tokens", ranks=8, picks=300)
     assert len(taken["ours"]) == len(taken["argmin"]) > 1
     assert min(taken["ours"]) > 0
+
+
+def test_a_placement_of_pairs_says_by_method_what_it_takes() -> None:
+    taken = in_child("pick:measure_pairs", ranks=8, pairs=20, blocks=16, holders=2)
+    assert {*taken} == {"least_cost", "cache_aware"}
+    assert len(taken["least_cost"]) == len(taken["cache_aware"]) > 1
+    balancer, (submit, *_) = pairs_of("least_cost", 8, Hits(16, 2), 1)
+    placed = balancer.place(submit, 0.0)
+    assert placed.predicted is not None
+    assert placed.predicted[0] < placed.predicted[1], "a decode rank has all of it, a prefill rank three quarters"
 
 
 class Part:
