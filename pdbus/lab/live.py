@@ -19,6 +19,7 @@ from random import Random
 from bus.errors import BusError, ConfigError, RequestFailed
 from bus.wire.messages import Status
 from controller.policies.registry import POLICIES, find
+from controller.trips import TRIPS
 from nodes.engines import kind_of
 from nodes.own.engines.sim import SIM_VOCAB_SIZE, SPECIALS
 from pdbus.client import AsyncClient, Client
@@ -193,6 +194,7 @@ class _Replay:
             course.decode_rank = result.decode.dp_rank
         else:
             course.unified_rank = result.decode.dp_rank
+        course.cached_tokens = result.cached_tokens
         course.first_token_s = course.arrived_s + result.ttft_s
         course.finished_s = course.arrived_s + result.total_s
         self._arrivals.ended(place, course.finished_s)
@@ -264,7 +266,8 @@ def _queued(status: Status, config: LabConfig) -> array[int]:
 
 
 def _totals(outcome: Outcome, before: Status | None, after: Status, config: LabConfig) -> None:
-    """Set the figures that only nodes know, from their reports when requests began to count and at the end."""
+    """Set the figures that only the controller and nodes know, by their counts when requests began to count and at the
+    end."""
 
     def total(status: Status | None, role: str, name: str) -> int:
         ranks = () if status is None else status.ranks
@@ -278,7 +281,11 @@ def _totals(outcome: Outcome, before: Status | None, after: Status, config: LabC
 
     prompt = grown("prefill", "admitted_tokens_total") + grown("unified", "admitted_tokens_total")
     cached = grown("prefill", "cached_tokens_total") + grown("unified", "cached_tokens_total")
-    outcome.cache_hit_rate = cached / prompt if prompt else 0.0
+    if config.decode_cache:  # decode ranks count the prompts that they fetch too: what requests say is surer
+        early = {} if before is None else before.counts
+        outcome.trips = {trip: after.counts.get(f"trip_{trip}", 0) - early.get(f"trip_{trip}", 0) for trip in TRIPS}
+    else:
+        outcome.cache_hit_rate = cached / prompt if prompt else 0.0
     elapsed_us = (outcome.ended_s - outcome.began_s) * 1e6
     outcome.prefill_busy = busy("prefill", config.ranks)
     outcome.decode_busy = busy("decode", config.decode_ranks)

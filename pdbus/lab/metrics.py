@@ -112,7 +112,8 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
     fetches = [course.fetched_s - course.prefilled_s for course in pairs if course.moved_tokens]
     moved, paired = [course.moved_tokens for course in pairs], sum(course.request.prompt_tokens for course in pairs)
     here = sum(course.prefill_rank < 0 for course in outcome.courses)
-    trips = Counter(course.trip for course in pairs)
+    trips = outcome.trips or Counter(course.trip for course in pairs if course.trip is not None)
+    known = outcome.trips is None  # what moved for each request
     trips_differ = config.decode_cache and bool(config.decode_ranks)
     seconds = outcome.until_s - outcome.began_s or math.nan
     queued = sum(map(sum, outcome.load))
@@ -142,8 +143,8 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         delta_share=trips["delta"] / len(first) if trips_differ else math.nan,
         back_share=trips["read_back"] / len(first) if trips_differ else math.nan,
         whole_share=trips["whole"] / len(first) if trips_differ else math.nan,
-        read_share=sum(course.read_tokens for course in pairs) / paired if trips["read_back"] else math.nan,
-        moved_share=sum(moved) / paired if config.transfers_differ and paired else math.nan,
+        read_share=sum(course.read_tokens for course in pairs) / paired if trips["read_back"] and known else math.nan,
+        moved_share=sum(moved) / paired if config.transfers_differ and paired and known else math.nan,
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -62,6 +63,7 @@ class Outcome:
     prefill_busy: float = 0.0  # share of the time that prefill ranks computed
     decode_busy: float = 0.0  # share of the time that decode ranks computed
     unified_busy: float = 0.0  # share of the time that unified ranks computed
+    trips: Mapping[Trip, int] | None = None  # how many pairs made each, where the requests do not say
     cache_hit_rate: float | None = None  # set where the requests have no cached tokens of their own
 
     def count(self, courses: Seq[RequestOutcome], arrivals: Arrivals, ended_s: float) -> None:

@@ -114,7 +114,9 @@ class FakeClient:
 
     async def generate_tokens(self, prompt: array[int], **options: Any) -> Any:
         rank = SimpleNamespace(dp_rank=0)
-        result = SimpleNamespace(finish="length", prefill=rank, decode=rank, ttft_s=0.001, total_s=len(prompt) / 1000)
+        result = SimpleNamespace(
+            finish="length", prefill=rank, decode=rank, ttft_s=0.001, total_s=len(prompt) / 1000, cached_tokens=0
+        )
 
         async def wait() -> Any:
             return result

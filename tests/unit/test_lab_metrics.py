@@ -60,6 +60,22 @@ def test_summary_by_hand() -> None:
     assert s.regret_mean_tokens == 2.0  # over those of which it is known
 
 
+def test_the_shares_of_trips_are_those_that_the_controller_counts_where_requests_do_not_say() -> None:
+    courses = [
+        RequestOutcome(TraceRequest(0.0, 10, 2), 0, 0, moved_tokens=10),
+        RequestOutcome(TraceRequest(0.0, 10, 2), 0, 1),
+    ]
+    config = LabConfig(ranks=2, decode_ranks=2, decode_cache=True)
+    said = summarise(Outcome("x", courses, 1.0), config)
+    assert (said.whole_share, said.delta_share, said.moved_share) == (0.5, 0.0, 0.5)
+    counted = summarise(
+        Outcome("x", courses, 1.0, trips={"at_decode": 0, "delta": 1, "read_back": 1, "whole": 0}), config
+    )
+    assert (counted.whole_share, counted.delta_share, counted.back_share) == (0.0, 0.5, 0.5)
+    assert math.isnan(counted.moved_share)
+    assert math.isnan(counted.read_share)
+
+
 def test_load_is_the_share_of_time_that_cold_prompts_would_take() -> None:
     timing = SimTiming(base_s=0.0, per_prefill_token_s=1e-3, per_decode_row_s=0.0, per_context_token_s=0.0)
     trace = Trace("t", tuple(TraceRequest(float(n), 1000, 1) for n in range(11)))  # 11 s of work in 10 s
