@@ -356,6 +356,7 @@ def _with_sim(spec: ClusterSpec, config: LabConfig, block_tokens: int) -> Cluste
             str(config.prefill_running),
         ),
         decode_args=(
+            *spec.decode_args,
             "--kv-tokens",
             str(config.decode_kv_tokens),
             "--max-running",

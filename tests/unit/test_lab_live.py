@@ -47,6 +47,16 @@ def test_a_mixture_has_the_launchers_roles_and_the_compared_method_for_two_of_th
     assert [*alone] == ["broker", "controller-0", "unified-0/0"]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_decode_ranks_keep_kv_caches_where_those_of_the_virtual_run_do(kept: bool) -> None:
+    method = "least_cost" if kept else "total_tokens"
+    config = LabConfig(ranks=1, decode_ranks=1, decode_cache=kept, decode_prefills=kept, decode_method=method)
+    started = commands(config, LiveEngine())
+    assert ("--decode-cache" in started["decode-0/0"]) == kept
+    assert "--decode-cache" not in started["prefill-0/0"]
+    assert f"--decode-method {method}" in started["controller-0"]
+
+
 def test_vllm_gets_its_own_arguments_and_none_of_the_timing_model() -> None:
     node = commands(CONFIG, LiveEngine("vllm", "smollm2", ("--dtype", "float32")))["prefill-0/0"]
     assert "--engine vllm --model smollm2" in node
