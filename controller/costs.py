@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from bus.wire.hashing import unpack_hashes
-from bus.wire.messages import Model, Role, Submit
+from bus.wire.messages import OVER_THE_BUS, Model, Role, Submit
 from controller.load.groups import Subset, View
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
@@ -79,12 +79,16 @@ class Costs:
 
     def readable(self, rank: RankLoad, request: Submit) -> int:
         """Return the tokens of the request's prompt that another rank can read from `rank` now: what it caches, as far
-        as it has stated so itself, without the last one. O(blocks)."""
+        as it has stated so itself, without the last one. Where an engine's own connector reads, no more than the rank
+        pins, for whichever requests: what is merely cached can't be read there. O(blocks)."""
         known, size = self._of.get(rank.info.role), request.block_tokens
         prefixes = None if known is None else known.prefixes
         if prefixes is None or not request.block_hashes or rank.info.block_tokens != size:
             return 0
-        return min(prefixes.stated(rank.slot, unpack_hashes(request.block_hashes)) * size, request.prompt_tokens - 1)
+        most = request.prompt_tokens - 1
+        if rank.info.kv_transfer != OVER_THE_BUS:
+            most = min(most, (rank.load.kv_pinned if rank.load else 0) or 0)
+        return min(prefixes.stated(rank.slot, unpack_hashes(request.block_hashes)) * size, most) if most else 0
 
     def pace(self, rank: RankLoad) -> float:
         """Return the seconds of a rank's time for each prompt token that it computes, as reports of prefill and unified

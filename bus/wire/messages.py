@@ -33,6 +33,7 @@ MAX_WORD = 32
 MAX_EVENTS = 1000
 MAX_QUEUED_KINDS = 32
 MAX_WANTED = 256
+OVER_THE_BUS = "blocks"  # how KV caches travel that a node sends block by block
 
 Role: TypeAlias = Literal["prefill", "decode", "unified"]
 Legs: TypeAlias = Literal["pair", "prefill", "decode", "unified"]  # what a request asks for
@@ -178,7 +179,8 @@ class Load(Message, frozen=True, kw_only=True):
     # None: the rank does not say it, as one of an older version, or of an engine that does not know it.
     kv_cached: Count | None = None  # KV tokens in reclaimable prefix-cache blocks
     kv_pinned: Count | None = None  # KV tokens kept for other ranks alone: of prompts that are computed and not yet
-    # fetched, part of `kv_tokens`; and at a decode rank of blocks lent for read back, part of neither of these two
+    # fetched, part of `kv_tokens`; and at a decode rank of blocks lent for read back, part of neither of these two, or
+    # kept for that by an engine with a connector of its own, part of `kv_tokens`
     kv_sent_bytes_total: Count | None = None  # of KV blocks sent to other ranks since the epoch began
     kv_received_bytes_total: Count | None = None  # of KV blocks that came from other ranks, damaged ones too
 
@@ -422,7 +424,7 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     running: Annotated[tuple[tuple[Rid, Attempt], ...], Meta(max_length=65536)] = ()  # what it still runs
     started_us: Count = 0  # when this epoch began, since 1970: shows which of two starts is the later. 0: unknown
     wants_prompt: bool = False  # decode: its dispatches carry the prompt frame too
-    kv_transfer: Word = "blocks"  # how KV caches travel; prefill and decode ranks that differ are never paired
+    kv_transfer: Word = OVER_THE_BUS  # how KV caches travel; prefill and decode ranks that differ are never paired
     kv_layout: Layout = (
         ""  # model revision, dtype, block shape ...; it must be equal too, unless one of the two is empty
     )

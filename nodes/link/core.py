@@ -269,11 +269,11 @@ class RankCore:
                 return self.reader.begin(leg, now)
             case HasRead():
                 leg.add_event("read", now, f"{event.tokens} tokens of the decode rank" if event.tokens else "nothing")
-                if event.tokens:
+                if event.tokens and event.seconds:
                     self._count_fetch(event.tokens, event.seconds)
                 return self.reader.done(leg)
             case Lent():
-                return self.lender.lent(leg, event.blocks)
+                return self.lender.lent(leg, event.blocks, event.handle, event.valid_s, now)
             case Fetched():
                 self._count_fetch(leg.prompt_tokens - event.cached_tokens, event.seconds)
                 leg.cached_tokens = event.cached_tokens

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bus.wire.messages import OVER_THE_BUS as OVER_THE_BUS
 from bus.wire.messages import Location, TokenLogprobs
 
 FOR_EVER = float("inf")
-OVER_THE_BUS = "blocks"  # RankFacts.kv_transfer of runners that serve and take KV blocks over the bus (BlockRunner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class RankFacts:
     vocab_size: int = 0  # prompts with larger ids are refused
     eos_ids: tuple[int, ...] = ()  # end the output, unless a request ignores them
     kv_layout: str = ""  # ranks exchange KV caches where this is equal: model revision, dtype, block shape ...
-    kv_transfer: str = OVER_THE_BUS  # or the name of the engine's own connector
+    kv_transfer: str = OVER_THE_BUS  # by a BlockRunner, or the name of the engine's own connector
     wants_prompt: bool = False  # decode legs come with the prompt's ids
     prefills: bool = False  # a decode rank takes unified legs too
     reads_back: bool = False  # a prefill rank can read what the decode rank caches, a decode rank lends it

@@ -105,7 +105,7 @@ class Leg:
     params: Params  # sampling
     stop_ids: frozenset[int]  # end the output, and are the last of it
     deadline: float | None  # on this process's monotonic clock
-    handle: KvHandle | None = None  # decode: the KV cache to fetch
+    handle: KvHandle | None = None  # decode: the KV cache to fetch; prefill: what an engine's own connector reads back
 
     client: str = ""  # the key whose request it is; empty: there are none
     submit_room: int | None = None  # the room of its submit, also of a unified leg; None: it has none
@@ -158,16 +158,17 @@ class Leg:
     given: bool = False  # its meta was sent to a decode rank; an engine's own connector serves only one
     first_token: int = 0  # sampled with the prompt
     first_logprobs: TokenLogprobs | None = None  # of it
-    handle_data: bytes = b""  # opaque
+    handle_data: bytes = b""  # opaque; of a decode leg: of what it lends, and so is `valid_until`
     valid_until: float = FOR_EVER  # a later fetch may give another prompt's cache
 
     # prefill: what it reads back (KvReader); decode: what it lends (KvLender)
-    read_tokens: int = 0  # of the prompt, that the decode rank is thought to cache
+    read_tokens: int = 0  # of the prompt, that the decode rank is thought to cache; vLLM: then that it reads of it
     reads: bool = False  # the decode rank has answered
     read_until: float = 0.0  # how long its answer is waited for
     borrower: bytes | None = None  # the prefill rank that reads, by its connection
     lent: int = 0  # blocks that it may read
     borrowed_at: float = 0.0  # when it asked last
+    borrower_asked: int = 0  # the number of its last question
 
     last_seen_at: float = 0.0  # when the rank at the other end of the KV transfer gave a sign of life
 

@@ -170,7 +170,7 @@ class KvPuller:
             return self._end(leg, "kv_failed", f"the prefill rank's KV cache {theirs} is not ours {ours}", now)
         if (facts.kv_transfer == OVER_THE_BUS) == bool(data) or len(data) > MAX_HANDLE_BYTES:
             return self._end(leg, "kv_failed", f"a handle of {len(data)} bytes for {facts.kv_transfer!r}", now)
-        valid_until = _sent_at(leg, meta) + meta.valid_s if meta.valid_s else FOR_EVER
+        valid_until = sent_at(leg, meta) + meta.valid_s if meta.valid_s else FOR_EVER
         if valid_until - now < facts.handle_margin_s:
             left_s = max(0.0, valid_until - now)
             why = f"the KV cache lapses in {left_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
@@ -201,7 +201,7 @@ def take_block(leg: Leg, attempt: int, block: KvBlock, data: bytes | memoryview,
     return [Note("kv_block.damaged", "warning", fields=fields), take]
 
 
-def _sent_at(leg: Leg, meta: KvMeta) -> float:
+def sent_at(leg: Leg, meta: KvMeta) -> float:
     """Return the earliest time at which `meta` was sent: after the pull that it names, or after the first one where
     it names none. It may have been long on its way, or waited here while this process stood still."""
     return leg.asks[meta.asked - 1] if 0 < meta.asked <= len(leg.asks) else leg.asks[0]

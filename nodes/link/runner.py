@@ -85,10 +85,13 @@ class HasRead(Struct, frozen=True):
 
 
 class Lent(Struct, frozen=True):
-    """The first `blocks` blocks of a decode leg's prompt are kept here, for its prefill rank to read."""
+    """The first `blocks` blocks of a decode leg's prompt are kept here, for its prefill rank to read: until `reclaim`,
+    and where they are read by an engine's own connector, with this `handle`, for `valid_s` seconds."""
 
     leg: Leg
     blocks: int
+    handle: bytes = b""
+    valid_s: float = FOR_EVER
 
 
 class Fetched(Struct, frozen=True):
@@ -195,16 +198,18 @@ class BlockRunner(Runner, Protocol):
         """Take a block that a leg may have pulled. `intact` is false where its checksum was wrong: pull it again."""
 
 
-class ReadingRunner(BlockRunner, Protocol):
-    """A runner whose prefill legs read back: those of ranks whose facts say so. `export` gives blocks that are lent,
-    too."""
+class ReadingRunner(Runner, Protocol):
+    """A runner whose prefill legs read back, or whose decode legs are read from: those of ranks whose facts say so.
+    The `export` of a BlockRunner gives blocks that are lent, too."""
 
     def readable(self, leg: Leg, blocks: int, now: float) -> None:
         """Pull those of the first `blocks` blocks that are not here, and then compute the rest; 0: compute what has not
-        come. It follows the leg's Reads, and ends with a HasRead."""
+        come. It follows the leg's Reads, and ends with a HasRead. An engine's own connector reads with the leg's
+        `handle`, all at once; what comes after its time is not used."""
 
     def lend(self, leg: Leg) -> None:
-        """Keep what is cached of the prompt of a decode leg, which was not started, until `reclaim`; emit Lent."""
+        """Keep what is cached of the prompt of a decode leg, which was not started, until `reclaim`; emit Lent. A
+        handle is given for one leg alone."""
 
     def reclaim(self, leg: Leg) -> None:
         """Keep it no longer."""

@@ -9,7 +9,7 @@ import pytest
 from controller_world import P, World, hello, peer_of, submit
 from msgspec.structs import replace
 
-from bus.wire.messages import Accepted, Dispatch, Done, Ended, Hello, Progress, ReadBack, Submit
+from bus.wire.messages import Accepted, Dispatch, Done, Ended, Hello, Load, Progress, ReadBack, Submit
 from controller.balancer import Balancer, Placed
 from controller.events import FromNode
 from controller.load.rank import RankLoad
@@ -26,9 +26,9 @@ class Pairs:
 
     def __init__(
         self, decode: str = "least_cost", *, prefills: bool = True, prefill_at: str = "auto",
-        reads_back: tuple[str, ...] = (),
+        reads_back: tuple[str, ...] = (), kv_transfer: str = "blocks",
     ) -> None:  # fmt: skip
-        self.reads_back = reads_back
+        self.reads_back, self.kv_transfer = reads_back, kv_transfer
         methods = {"prefill": "cache_aware", "decode": decode, "unified": "round_robin"}
         policies = {role: make_policy(name, PolicySettings(role)) for role, name in methods.items()}  # type: ignore[arg-type]
         self.table = LoadTable(1)
@@ -40,7 +40,7 @@ class Pairs:
         hello = Hello(
             instance=role, dp_rank=number, epoch=1, role=role, model="m", dp_size=2, state="ready", endpoint="",  # type: ignore[arg-type]
             max_context=0, kv_capacity=0, max_running=0, block_tokens=SIZE, prefills=prefills,
-            reads_back=role in self.reads_back,
+            reads_back=role in self.reads_back, kv_transfer=self.kv_transfer,
         )  # fmt: skip
         return self.balancer.opened(hello, ready=True)
 
@@ -155,6 +155,19 @@ def test_nothing_is_read_that_decode_is_only_expected_to_have(stated: int) -> No
     placed = world.place()
     assert at(placed) == ["prefill at prefill-0", "decode at decode-1"]
     assert placed.legs[0].read == stated * SIZE
+
+
+@pytest.mark.parametrize(("pinned", "read"), [(None, 0), (0, 0), (96, 96), (800, 144)])
+def test_an_engines_own_connector_reads_what_is_pinned_alone(pinned: int | None, read: int) -> None:
+    """Whatever is cached beyond that; a rank that says nothing of it pins nothing."""
+    world = Pairs(prefill_at="prefill", reads_back=BOTH, kv_transfer="NixlConnector")
+    world.caches(world.decode[1], 9)
+    load = Load(
+        seq=1, step=1, running=0, waiting=0, waiting_tokens=0, kv_tokens=pinned or 0, kv_capacity=8000, max_running=9,
+        kv_pinned=pinned,
+    )  # fmt: skip
+    assert world.balancer.report(world.decode[1].key, 1, load, 1.0) is not None
+    assert [leg.read for leg in world.place().legs] == [read, 0]
 
 
 def test_that_prefill_can_read_back_makes_a_pair_cheaper() -> None:
