@@ -161,6 +161,7 @@ def rank_facts(facts: versions.Facts, lease_s: float, role: Role = "unified") ->
         wants_prompt=True,
         params=tuple(known),
         prefills=facts.decode_cache,
+        reads_back=facts.reads_back,
         handle_margin_s=lease_s / HEARTBEATS + 2.0,
     )
 
@@ -216,6 +217,7 @@ def log_loaded(facts: versions.Facts) -> None:
         "engine.loaded", model=facts.model, max_context=facts.max_context, kv_capacity=facts.kv_capacity,
         max_running=facts.max_running, step_tokens=facts.step_tokens, block_tokens=facts.block_tokens,
         model_runner=facts.model_runner, async_scheduling=facts.async_scheduling, decode_cache=facts.decode_cache,
+        reads_back=facts.reads_back,
     )  # fmt: skip
 
 

@@ -8,6 +8,9 @@ A prompt's KV cache is kept for a lease. After that the memory may hold another 
 error. So the end of the lease is counted from the moment at which the prefill engine ended the request. A decode engine
 that keeps its KV caches is told it, and gives no token of a fetch that ended later (`nodes.vllm.safe_pulls`). At any
 other a leg whose first output comes after it fails: either the cache was fetched in time, or its tokens are not used.
+
+Where the engines can read back, a prefill leg of whose prompt the decode rank caches more first asks for the handle of
+that (`nodes.link.read_back`). Its engine reads with it under the same rule, and computes what does not come in time.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.errors import RemoteProtocolError
@@ -34,20 +38,35 @@ from nodes.link.runner import (
     Dead,
     Fetched,
     Finished,
+    HasRead,
     Held,
+    KvHandle,
     LegFailed,
+    Lent,
     Output,
     PromptLogprobs,
     RankFacts,
+    Reads,
 )
 from nodes.link.threaded_runner import FELL_BEHIND, QUEUE_MAX, LegAccounting, LoadUpdate, RunnerEvent, ThreadedRunner
 from nodes.vllm.events import EventRelay
-from nodes.vllm.sampling import arguments, check_ids, decoding, reasoning
+from nodes.vllm.pins import Pins
+from nodes.vllm.sampling import PIN, READ_UNTIL, arguments, check_ids, decoding, reasoning
 
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
 MIN_VALID_S = 0.001
 LOAD_INTERVAL_S = 0.05
 LEGS_REPORT_S = 1.0  # the requests of a dead engine end by its exception, unless the engine lost them
+READ_MARGIN_S = 1.0  # what can be read for less time is computed
+
+
+class Pinned(Struct, frozen=True):
+    """The engine keeps what a finished leg has left, `tokens` its prompt and output, to be read by `handle`."""
+
+    leg: Leg
+    tokens: Sequence[int]
+    handle: dict[str, Any]
+
 
 _OF_THE_ENGINE = (LoadUpdate, Dead)
 OnThread = Callable[[Callable[[], None]], None]
@@ -77,7 +96,8 @@ class VllmRunner(ThreadedRunner):
         check: Callable[[Any], None] = lambda sampling: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        super().__init__(facts, lambda leg, order: on_engine(lambda: self._ordered(leg, order)))
+        super().__init__(facts, self._pass_on)
+        self._on_engine = on_engine
         self._client = client
         self._name = name
         self._sampling = sampling
@@ -89,7 +109,10 @@ class VllmRunner(ThreadedRunner):
         self._prioritised = prioritised
         self._clock = clock
         self.relay: EventRelay | None = None  # of its engine's KV-cache events, where they are wanted
-        self._mailbox: Mailbox[RunnerEvent] = Mailbox(QUEUE_MAX)  # put in by the engine's thread, taken by the link's
+        self._asking: set[Leg] = set()  # prefill legs that are not in the engine yet: the decode rank has to answer
+        self._pins = Pins(facts.block_tokens)
+        # put in by the engine's thread, taken by the link's
+        self._mailbox: Mailbox[RunnerEvent | HasRead | Pinned] = Mailbox(QUEUE_MAX)
         # After what a step has for other legs too: each turn of the link costs.
         self._mailbox.open(lambda: asyncio.get_running_loop().call_soon(self._on_link, self._take))
         self._dead = False
@@ -109,20 +132,31 @@ class VllmRunner(ThreadedRunner):
         return bool(self._tasks)
 
     def load(self) -> Load:
-        """Return the load: legs as counted at ingest, steps and KV memory in use as the engine reports them. A held
-        leg needs no step."""
-        return replace(super().load(), step=self._steps)
+        """Return the load: legs as counted at ingest, steps and KV memory in use as the engine reports them, what is
+        pinned included. A held leg needs no step."""
+        load, pinned = super().load(), self._pins.tokens
+        kv_pinned = (load.kv_pinned or 0) + pinned
+        return replace(load, step=self._steps, kv_tokens=max(load.kv_tokens, pinned), kv_pinned=kv_pinned)
 
     def cached_tokens(self, leg: Leg) -> int:
-        """Return how many tokens of a prompt its engine has cached, as far as it has said. For log probabilities of the
-        prompt it computes all."""
+        """Return how many tokens of a prompt its engine has cached, as far as it has said, or is to read back. For log
+        probabilities of the prompt it computes all."""
+        return max(self._tokens_here(leg), self._tokens_to_read(leg))
+
+    def _tokens_here(self, leg: Leg) -> int:
         if self.relay is None or leg.params.prompt_logprobs >= 0:
             return 0
         return self.relay.cached_tokens(leg.prompt, leg.params.cache_salt)
 
+    def _tokens_to_read(self, leg: Leg) -> int:
+        """Return how many tokens of the prompt the decode rank is thought to have, in whole blocks."""
+        size = self.facts.block_tokens
+        return leg.read_tokens // size * size if leg.read_tokens else 0
+
     def tick(self, now: float) -> None:
         """Check that the engine lives: one that dies while idle raises nothing. Otherwise its legs give the reason,
         a moment later."""
+        self._pins.expire(time.perf_counter())
         if self.relay is not None:
             self.relay.tick()
         if self._client.errored:
@@ -140,10 +174,54 @@ class VllmRunner(ThreadedRunner):
         if self.relay is not None:
             self.relay.restate()
 
+    # read back
+
+    def readable(self, leg: Leg, blocks: int, now: float) -> None:
+        """Start a leg that asked its decode rank: it reads what the handle is good for, or nothing. Its engine asks no
+        more, so a later answer has no effect."""
+        if leg not in self._asking:
+            return
+        self._asking.discard(leg)
+        handle = leg.handle
+        lacks = blocks * self.facts.block_tokens - self._tokens_here(leg)
+        if lacks > 0 and handle is not None and handle.valid_until - now >= READ_MARGIN_S:
+            leg.read_tokens = lacks
+        else:
+            leg.handle, leg.read_tokens = None, 0
+            self._legs.end(leg)
+            self._legs.start(leg, self.cached_tokens(leg))  # again: all that is not here is work
+            self._emit(HasRead(leg, 0))
+        self._pass_on(leg, Start(leg))
+
+    def lend(self, leg: Leg) -> None:
+        """Give the handle of what the engine pins of a decode leg's prompt; nothing else of it can be read."""
+        now = time.perf_counter()
+        lent = self._pins.lend(leg, leg.client, leg.prompt, leg.params.cache_salt, now)
+        self._emit(Lent(leg, 0) if lent is None else Lent(leg, lent.blocks, lent.handle, lent.until - now))
+
+    def reclaim(self, leg: Leg) -> None:
+        """Count what was lent as pinned no longer: the engine frees it when it was read, or its time is over."""
+        self._pins.returned(leg)
+
+    def _pass_on(self, leg: Leg, order: Start | Cancel | Release) -> None:
+        """Pass an order on to the engine's thread. A leg that can read more than is here asks for that first."""
+        reads = isinstance(order, Start) and leg.read_tokens and leg.handle is None
+        if reads and self._tokens_to_read(leg) > self._tokens_here(leg):
+            self._asking.add(leg)
+            self._emit(Reads(leg))
+            return
+        self._asking.discard(leg)
+        self._on_engine(lambda: self._ordered(leg, order))
+
     def _take(self) -> None:
         for event in self._mailbox.take():
             if isinstance(event, Dead):
                 self._die(event.reason)
+            elif isinstance(event, Pinned):
+                leg, now = event.leg, time.perf_counter()
+                self._pins.add(leg.client, event.tokens, leg.params.cache_salt, event.handle, now)
+            elif isinstance(event, HasRead):
+                self._emit(event)
             elif isinstance(event, Held):  # in the mailbox `valid_s` holds the end of its lease, not its length
                 left_s = max(MIN_VALID_S, event.valid_s - self._clock())
                 self.on_event(Held(event.leg, event.first_token, event.handle, left_s))
@@ -170,7 +248,10 @@ class VllmRunner(ThreadedRunner):
         kv_tokens = round(kv_usage * self.facts.kv_capacity)
         self._enqueue(LoadUpdate(kv_tokens=kv_tokens - self._known.kv_tokens))
 
-    def _enqueue(self, event: RunnerEvent) -> None:
+    def _enqueue(self, event: RunnerEvent | HasRead | Pinned) -> None:
+        if isinstance(event, HasRead | Pinned):
+            self._mailbox.put(event)  # a read that is not reported ends with its leg
+            return
         if not isinstance(event, _OF_THE_ENGINE):
             self._known.note(event)
         leg = None if isinstance(event, _OF_THE_ENGINE) else event.leg
@@ -215,7 +296,8 @@ class VllmRunner(ThreadedRunner):
 
     async def _prefill(self, leg: Leg) -> None:
         began, out = self._clock(), None
-        async with aclosing(self._generate(leg)) as outputs:
+        given = self._to_read(leg)
+        async with aclosing(self._generate(leg, given)) as outputs:
             async for each in outputs:
                 out = each
         if out is None or not out.outputs[0].token_ids or not out.kv_transfer_params:
@@ -224,15 +306,42 @@ class VllmRunner(ThreadedRunner):
         stamped = getattr(out.metrics, "last_token_ts", 0.0)
         ended = stamped - STAMP_S if began <= stamped <= self._clock() else began
         self._enqueue(_began(leg, out))
+        if leg.handle is not None:
+            came = given is not None and out.num_cached_tokens >= given["remote_num_tokens"]
+            self._enqueue(HasRead(leg, leg.read_tokens if came else 0))
         handle = codec.pack(out.kv_transfer_params)
         self._enqueue(Held(leg, out.outputs[0].token_ids[0], handle, ended + self._lease_s))
+
+    def _to_read(self, leg: Leg) -> dict[str, Any] | None:
+        """Return the parameters of what a prefill leg reads back; None: nothing, as where the handle is not what the
+        decode rank's answer says."""
+        handle = leg.handle
+        if handle is None:
+            return None
+        try:
+            given = _unpacked(handle.data)
+        except Refusal:
+            return None
+        tokens, blocks = handle.blocks * self.facts.block_tokens, given.get("remote_block_ids")
+        if not isinstance(blocks, list) or [len(each) for each in blocks if isinstance(each, list)] != [handle.blocks]:
+            return None
+        if given.get("remote_num_tokens") != tokens or tokens >= leg.prompt_tokens:
+            return None
+        return given | {"do_remote_decode": True, "do_remote_prefill": False, READ_UNTIL: self._read_until(handle)}
+
+    def _read_until(self, handle: KvHandle) -> float:
+        """Return until when a handle is good, on the clock of the engine's processes."""
+        return time.perf_counter() + handle.valid_until - self._clock()
 
     async def _decode(self, leg: Leg) -> None:
         handle, began, came = leg.handle, self._clock(), False
         given = None if handle is None else _unpacked(handle.data)
-        keeps_cache = self.facts.prefills
+        keeps_cache, lends = self.facts.prefills, self.facts.reads_back
+        made: list[int] = leg.prompt.tolist() if lends else []
         if given is not None and handle is not None and keeps_cache:
-            given["remote_blocks_expiry_time"] = time.perf_counter() + handle.valid_until - self._clock()
+            given[READ_UNTIL] = self._read_until(handle)
+        elif lends:
+            given = dict(PIN)
         async with aclosing(self._generate(leg, given)) as outputs:
             async for out in outputs:
                 completion = out.outputs[0]
@@ -253,8 +362,11 @@ class VllmRunner(ThreadedRunner):
                         self._enqueue(PromptLogprobs(leg, tuple(found)))
                 if tokens:
                     self._enqueue(Output(leg, tuple(tokens), _logprobs(completion, leg.params.logprobs)))
+                    made += tokens
                 reason = completion.finish_reason
                 if reason in ("stop", "length"):
+                    if lends and out.kv_transfer_params:
+                        self._enqueue(Pinned(leg, made, out.kv_transfer_params))
                     self._enqueue(Finished(leg, reason))
                 elif reason is not None:
                     if handle is not None and not came:

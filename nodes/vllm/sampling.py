@@ -34,14 +34,18 @@ HAND_OVER = {
     "remote_host": None,
     "remote_port": None,
 }
+# What it takes at a decode engine for those of a request that it computes itself to stay, until they are read back.
+PIN = {"do_remote_decode": False, "do_remote_prefill": False}
+READ_UNTIL = "pdbus_read_until"  # our own: when what a handle reads may be another prompt's, by `time.perf_counter`
 
 
 def arguments(leg: Leg, handle: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return keyword arguments for `SamplingParams`; Refusal for what this leg cannot honour. `handle` is from the
-    prefill engine (None: the prompt is computed here). The stop ids are all in `leg.stop_ids`, so vLLM need not know
-    the model's own; structured outputs stay arguments of `StructuredOutputsParams`, under their own names."""
+    engine of the other leg (None: the prompt is computed here), or PIN. The stop ids are all in `leg.stop_ids`, so vLLM
+    need not know the model's own; structured outputs stay arguments of `StructuredOutputsParams`, under their own
+    names."""
     if leg.role == "prefill":
-        extra = {"kv_transfer_params": dict(HAND_OVER)}
+        extra = {"kv_transfer_params": HAND_OVER | (handle or {})}
         return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
     found = decoding(leg)
     if handle is not None:

@@ -1,5 +1,5 @@
-"""The parts of vLLM that a decode rank with KV caches of its own leans on (`nodes.vllm.safe_pulls`), and the check that
-they are as they were read.
+"""The parts of vLLM that ranks lean on which keep what they read of others (`nodes.vllm.safe_pulls`), and the check
+that they are as they were read.
 
 That no late KV cache is kept follows from how vLLM counts failed reads, in its workers and its scheduler, and no
 promise says so. So not names alone are compared but the source text of each function. `python -m nodes.vllm.seams`
@@ -43,6 +43,17 @@ SEAMS = (  # of 0.32
     Seam(f"{_NIXL}.base_worker", "NixlBaseConnectorWorker.get_block_ids_with_load_errors", "0e0a6acf"),
     Seam(f"{_NIXL}.base_worker", "NixlBaseConnectorWorker._pop_done_transfers", "ec75602e"),
     Seam(f"{_NIXL}.base_worker", "NixlBaseConnectorWorker._handle_failed_transfer", "c6aadac6"),
+    Seam(f"{_NIXL}.base_worker", "NixlBaseConnectorWorker._apply_prefix_caching", "5c73dea6"),
+    # what is pinned: counted from here, freed by a read or when its time is over
+    Seam(f"{_NIXL}.pull_worker", "NixlPullConnectorWorker._get_new_notifs", "92fe6050"),
+    Seam(f"{_NIXL}.pull_worker", "NixlPullConnectorWorker._is_turn2_read_expired", "9e752689"),
+    Seam(f"{_NIXL}.base_worker", "NixlBaseConnectorWorker._reap_expired_send_leases", "a9121c3a"),
+    Seam(f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler.request_finished", "0f40d552"),
+    Seam(f"{_NIXL}.base_scheduler", "NixlBaseConnectorScheduler.__init__", "a112bf22"),
+    Seam(f"{_NIXL}.base_scheduler", "NixlBaseConnectorScheduler._stop_heartbeat", "7fa8815a"),
+    Seam(f"{_NIXL}.base_scheduler", "NixlBaseConnectorScheduler.build_connector_meta", "9ca7a438"),
+    Seam(f"{_NIXL}.base_scheduler", "NixlBaseConnectorScheduler.update_connector_output", "6448d42c"),
+    Seam(_SCHEDULER, "Scheduler._connector_finished", "7ae23c07"),
     # on its way to the scheduler: one worker's failure is the request's
     Seam(
         f"{_WORKER}.kv_connector_model_runner_mixin", "KVConnectorModelRunnerMixin._get_kv_connector_output", "dd3cdb53"
@@ -52,6 +63,10 @@ SEAMS = (  # of 0.32
     # the scheduler: what is read is one request's alone until it has come, and takes no hash where that failed
     Seam(f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler.get_num_new_matched_tokens", "54c8bd48"),
     Seam(f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler.update_state_after_alloc", "0b1b1ef3"),
+    Seam("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_unhashed_block_ids_all_groups", "b8caa7c1"),
+    Seam(_SCHEDULER, "Scheduler.__init__", "edf23f91"),  # which engines free no block that a step may still write to
+    Seam(_SCHEDULER, "Scheduler._free_request_blocks", "2095afa2"),
+    Seam(_SCHEDULER, "Scheduler._request_blocks_can_be_freed", "15fee38f"),
     Seam(_SCHEDULER, "Scheduler._update_waiting_for_remote_kv", "9567c3ee"),
     Seam(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished", "e3ed8018"),
     Seam(_SCHEDULER, "Scheduler._handle_failed_recving", "e5e9d4b6"),

@@ -32,6 +32,8 @@ CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CPU_UCX_TLS = "tcp,self,sm,posix,sysv,cma"
 MAX_NAME = MAX_LAYOUT = 128
 CONNECTOR, SAFE_PULLS = "NixlConnector", "nodes.vllm.safe_pulls"
+READS_BACK = "bidirectional_kv_xfer"  # in the connector's extra config
+PIN_S = 15  # for which a decode engine keeps what a finished leg has left, to be read back
 ONE_HOST = (None, "mp", "uni")  # vLLM's executors whose workers are on this machine
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 SEVERAL_PROCESSES = (
@@ -82,6 +84,7 @@ class Facts:
     model_runner: str  # v1 or v2: vLLM's two, of which a CPU can run the first alone
     async_scheduling: bool
     decode_cache: bool  # it is a decode engine that keeps its KV caches
+    reads_back: bool  # it is one that prefill engines can read from, or a prefill engine that can read
 
 
 def check_installed(split: bool) -> None:
@@ -189,12 +192,14 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
     given.model = path
     given.served_model_name = given.served_model_name or [name]
     given.data_parallel_size = choices.ranks
-    why_not = _no_decode_cache(given) if choices.decode_cache else "it is not asked for"
+    why_not = _no_safe_reads(given) if role == "prefill" or choices.decode_cache else "it is not asked for"
     keeps_prefixes = role != "decode" or not why_not
     if not keeps_prefixes:
         given.enable_prefix_caching = False
         if choices.decode_cache:
             log.warning("decode_cache.off", why=why_not)
+    elif role == "prefill" and why_not:
+        log.info("read_back.off", why=why_not)
     if on_cpu() and given.block_size is None and role in ROLES:
         given.block_size = CPU_BLOCK_TOKENS
     if role in ROLES:
@@ -202,9 +207,17 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
         transfer.engine_id = choices.engine_id
         transfer.kv_role = ROLES[role]
         transfer.kv_load_failure_policy = "fail"
-        transfer.kv_connector_extra_config.setdefault("kv_lease_duration", choices.lease_s)
-        if role == "decode" and keeps_prefixes:
+        extra = transfer.kv_connector_extra_config
+        extra.setdefault("kv_lease_duration", choices.lease_s)
+        if not why_not:
             transfer.kv_connector_module_path = SAFE_PULLS
+            extra.setdefault(READS_BACK, getattr(given, "speculative_config", None) is None)
+            extra.setdefault("kv_recompute_threshold", 0)  # the controller says what is worth a read
+            extra.setdefault("decoder_kv_blocks_ttl", PIN_S)
+            if role == "prefill" and extra[READS_BACK]:
+                # As for a consumer vLLM then frees no block that a step may still write to, which a read might get.
+                transfer.kv_role = "kv_both"
+                transfer.kv_load_failure_policy = "recompute"
         given.kv_transfer_config = transfer
     if choices.events_port and keeps_prefixes:
         given.kv_events_config = KVEventsConfig(
@@ -216,19 +229,20 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
         raise ConfigError(f"vLLM does not take {name!r} and its arguments: {error}") from None
 
 
-def _no_decode_cache(given: Any) -> str:
-    """Return why a decode engine with vLLM's arguments `given` can't keep its KV caches; empty: it can. What it keeps
-    must have come within its lease, which only a connector and a vLLM that are known tell."""
+def _no_safe_reads(given: Any) -> str:
+    """Return why an engine with vLLM's arguments `given` can't keep what it reads of another, as a decode engine with
+    KV caches and a prefill engine that reads back do; empty: it can. What it keeps must have come in time, which only a
+    connector and a vLLM that are known tell."""
     transfer = given.kv_transfer_config
     if given.enable_prefix_caching is False:
         return "--no-enable-prefix-caching"
     if transfer is not None and (transfer.kv_connector != CONNECTOR or transfer.kv_connector_module_path):
         return f"the connector is {transfer.kv_connector}, not vLLM's own {CONNECTOR}"
-    if transfer is not None and transfer.kv_connector_extra_config.get("bidirectional_kv_xfer"):
-        return "bidirectional_kv_xfer gives the lease's end of a pull another meaning"
     executor = getattr(given, "distributed_executor_backend", None)
     if executor not in ONE_HOST or getattr(given, "nnodes", 1) > 1:
         return "workers on other machines have other clocks, which say nothing of a lease"
+    if getattr(given, "prefill_context_parallel_size", 1) > 1:
+        return "vLLM's connector does not read with --prefill-context-parallel-size"
     if differs := seams.difference():
         return f"vLLM {installed()}: {differs}"
     return ""
@@ -338,9 +352,15 @@ def facts_of(client: Any) -> Facts:
         limits_thinking=bool(getattr(getattr(config, "reasoning_config", None), "enabled", False)),
         model_runner="v2" if getattr(config, "use_v2_model_runner", False) else "v1",
         async_scheduling=bool(getattr(config.scheduler_config, "async_scheduling", False)),
-        decode_cache=getattr(transfer, "kv_connector_module_path", None) == SAFE_PULLS
-        and bool(cache.enable_prefix_caching),
+        decode_cache=_reads_safely(config) and transfer.kv_role == ROLES["decode"],
+        reads_back=_reads_safely(config) and bool(transfer.kv_connector_extra_config[READS_BACK]),
     )
+
+
+def _reads_safely(config: Any) -> bool:
+    """Return true for an engine that keeps what it reads, and only what came in time."""
+    safe = getattr(config.kv_transfer_config, "kv_connector_module_path", None) == SAFE_PULLS
+    return safe and bool(config.cache_config.enable_prefix_caching)
 
 
 def _layout(config: Any) -> str:

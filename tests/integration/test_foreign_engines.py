@@ -246,6 +246,39 @@ def test_a_decode_engine_that_keeps_its_kv_caches_computes_and_fetches_what_it_l
         assert counts == ({"at_decode": 5} if where == "decode" else {"whole": 2, "delta": 3})
 
 
+@pytest.mark.parametrize("killed", ["", "p", "d"])
+def test_a_prefill_engine_reads_back_what_decode_has_left(processes: Processes, killed: str) -> None:
+    """Turns are computed at decode, then the next one's pair is named: prefill computes what is new. Either end may be
+    killed in mid-read."""
+    processes.module = "fake_vllm"
+    processes.children["controller"].send(signal.SIGTERM)
+    processes.children["controller"].wait(WAIT_S)
+    processes.start_controller("--decode-method", "least_cost", "--prefill-at", "decode")
+    slow_s = "2" if killed else "0.2"
+    processes.engine("prefill", "p", "30", slow_s, "reads")
+    processes.engine("decode", "d", "30", "0", "reads")
+    ranks: dict[str, Any] = {"routed_dp_rank": 0, "disagg_prefill_dp_rank": 0}
+    with Client(processes.controller, retries=20, tokenizer="bytes") as client:
+        ready(client, 2)
+        prompt = list(range(3, 3 + 40))
+        for turn in range(3):
+            result = client.generate_tokens(prompt, max_tokens=24, **(ranks if turn == 0 else {})).result
+            assert (result.prefill is None) == (turn > 0)
+            known, prompt = len(prompt) + 24 - 1, [*prompt, *result.ids, 5, 6]
+        until(lambda: not client.status().counts["requests"], "the controller knows that it is done")
+        stream = client.generate_tokens(prompt, max_tokens=12, **ranks)
+        if killed:
+            until((processes.folder / "reading").exists, "it reads")
+            processes.children[killed].send(signal.SIGKILL)
+            processes.children[killed].wait(WAIT_S)
+            processes.engine("prefill" if killed == "p" else "decode", killed, "30", "0", "reads")
+        assert list(stream.result.ids) == sim_generate(prompt, 12, VOCAB)
+        assert (stream.result.attempts > 1) == bool(killed)
+        if not killed:
+            assert stream.result.cached_tokens == known // BLOCK * BLOCK
+            until(lambda: client.status().counts.get("trip_read_back") == 1, "it is counted as what it was")
+
+
 def test_log_probabilities_have_no_gap_where_an_output_goes_on_elsewhere(processes: Processes) -> None:
     processes.module = "fake_vllm"
     for role, name in (("prefill", "p"), ("decode", "d0"), ("decode", "d1")):

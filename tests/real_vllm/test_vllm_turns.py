@@ -2,12 +2,13 @@
 tell where a turn was computed, but by what was computed.
 
 Each turn repeats the last one and its answer, as one engine alone gives it, so all prompts are known. Then reads that
-end after their lease, and an engine that is killed. CONVERSATIONS (4) of five turns for each way, LATE (1) reads and
-KILLS (1) are variables of the environment.
+end too late, of either engine, and one that is killed. CONVERSATIONS (4) for each way, of four turns, or five of more
+conversations, LATE (1) reads of either and KILLS (1) are variables of the environment.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -21,7 +22,9 @@ from typing import Any, NamedTuple
 import pytest
 from real_engines import (
     BLOCK,
+    BLOCKS,
     DECODE,
+    ENGINE,
     ENV,
     PREFILL,
     cluster_of,
@@ -42,12 +45,16 @@ pytestmark = pytest.mark.timeout(3600)
 CONVERSATIONS = int(os.environ.get("CONVERSATIONS") or 4)
 LATE = int(os.environ.get("LATE") or 1)
 KILLS = int(os.environ.get("KILLS") or 1)
-TURNS, TOKENS = 5, 8
+TURNS, TOKENS = 5 if CONVERSATIONS > 4 else 4, 8
 AT_ONCE = 4  # as many as both engines keep in their memory
 LEASE_S = 12
-WAYS = ("auto", "decode", "prefill")
+DECODE_BLOCKS = 480  # of KV memory: a tenth of it, which can be read back, has the conversations that are under way
+PIN_S = 8  # for which that is kept
+WAYS = ("auto", "prefill", "decode")
 BY = "vllm:prompt_tokens_by_source_total"
+NAMED: dict[str, Any] = {"routed_dp_rank": 0, "disagg_prefill_dp_rank": 0}  # a pair, whatever it would cost
 LONG = 900  # tokens of a prompt whose KV cache no socket's buffers can hold
+SHORTER = 400  # of another one
 PARAMS: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
 MORE = (" And then?", " Why was that so? Say it in a few words.", " Who else was there, and where are they?", " I see.")
 
@@ -59,7 +66,7 @@ class Turn(NamedTuple):
 
 
 def conversations() -> list[dict[str, Any]]:
-    """For each way, and for the kills; after them the prompts whose reads are late, of one turn in truth."""
+    """For each way, and for the kills; after them the prompts whose reads are late, of one turn in truth, or two."""
     encode = text_for("smollm2").encode
     story = "was a town by the sea, and in it lived a baker who gave bread to every bird that came to the window. "
     found = []
@@ -69,8 +76,8 @@ def conversations() -> list[dict[str, Any]]:
             begin = begin[: 2 * BLOCK]  # fills its blocks
         found.append({"ids": begin, "more": [encode(f"{each} ({number})") for each in MORE], "params": PARAMS})
     sea = "A ship sails over the wide sea at night, and nobody knows where it goes. " * 70
-    for number in range(LATE):
-        ids = encode(f"Number {number}. {sea}")[:LONG]
+    for number in range(2 * LATE):
+        ids = encode(f"Number {number}. {sea}")[: LONG if number < LATE else SHORTER]
         found.append({"ids": ids, "more": [encode(" And?")] * len(MORE), "params": PARAMS})
     return found
 
@@ -93,8 +100,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[Turn]]:
 @pytest.fixture(scope="module")
 def cluster(told: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """KV caches travel by TCP alone: so a read takes an engine at either end, and one that is stopped holds it up."""
+    assert ENGINE[-1] == str(BLOCKS)
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer",
+                "kv_connector_extra_config": {"decoder_kv_blocks_ttl": PIN_S}}  # fmt: skip
+    decode = (*ENGINE[:-1], str(DECODE_BLOCKS), "--kv-transfer-config", json.dumps(transfer))
     with cluster_of(
-        1, tmp_path_factory.mktemp("logs"), LEASE_S, decode_method="least_cost", decode_args=("--decode-cache",),
+        1, tmp_path_factory.mktemp("logs"), LEASE_S, decode_method="least_cost", engine_args=(),
+        prefill_args=("--", *ENGINE), decode_args=("--decode-cache", "--", *decode),
         env={**ENV, "UCX_TLS": "tcp,self"},
     ) as made:  # fmt: skip
         yield made
@@ -118,8 +130,8 @@ def prefill_at(cluster: Cluster, way: str) -> None:
         until(lambda: len(client.status().ranks) == 2, "both ranks are back", 60)
 
 
-def asked(client: Client, turn: Turn) -> Any:
-    return client.generate_tokens(turn.prompt, **PARAMS)
+def asked(client: Client, turn: Turn, **changes: Any) -> Any:
+    return client.generate_tokens(turn.prompt, **PARAMS, **changes)
 
 
 def right(result: Result, turn: Turn) -> Result:
@@ -127,25 +139,33 @@ def right(result: Result, turn: Turn) -> Result:
     return result
 
 
+def tokens_by(cluster: Cluster, source: str) -> Counter[str]:
+    return Counter({part: int(figure(cluster, part, BY, source=source)) for part in (PREFILL, DECODE)})
+
+
 def computed(cluster: Cluster) -> Counter[str]:
-    return Counter({part: int(figure(cluster, part, BY, source="local_compute")) for part in (PREFILL, DECODE)})
+    return tokens_by(cluster, "local_compute")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_turns_are_those_of_one_engine_and_cost_what_is_new(cluster: Cluster, told: list[list[Turn]], way: str) -> None:
     """At each engine, by vLLM's own counters: what the results say is what was computed, and after the first turn
-    that is what is new, and the rest of a block."""
+    that is what is new, and the rest of a block. The last turn of those that decode computes is a pair's by name:
+    prefill, which has seen none of them, reads all of the earlier ones back, in whole blocks."""
     prefill_at(cluster, way)
     first = WAYS.index(way) * CONVERSATIONS
     before, trips, expected = computed(cluster), Counter[str](), Counter[str]()
-    fetched = -figure(cluster, DECODE, BY, source="external_kv_transfer")
-    to_fetch = 0
+    moved = tokens_by(cluster, "external_kv_transfer")
+    to_fetch = to_read = 0
     with cluster.client(retries=10_000) as client:
         for group in range(first, first + CONVERSATIONS, AT_ONCE):
             for number in range(TURNS):
                 turns = [each[number] for each in told[group : min(group + AT_ONCE, first + CONVERSATIONS)]]
-                results = [right(stream.result, turn) for stream, turn in
-                           zip([asked(client, turn) for turn in turns], turns, strict=True)]  # fmt: skip
+                back = way == "decode" and number == TURNS - 1
+                streams = [asked(client, turn, **(NAMED if back else {})) for turn in turns]
+                results = [right(stream.result, turn) for stream, turn in zip(streams, turns, strict=True)]
+                known = [len(turn.prompt) - turn.new + TOKENS - 1 for turn in turns] if back else ()
+                to_read += sum(tokens // BLOCK * BLOCK for tokens in known)
                 for result, turn in zip(results, turns, strict=True):
                     lacked = len(turn.prompt) - result.cached_tokens
                     expected[DECODE if result.prefill is None else PREFILL] += lacked
@@ -156,19 +176,21 @@ def test_turns_are_those_of_one_engine_and_cost_what_is_new(cluster: Cluster, to
                 until(lambda: idle(cluster), "both engines have told all", 30)
         counts = client.status().counts
     assert computed(cluster) - before == expected
-    fetched += figure(cluster, DECODE, BY, source="external_kv_transfer")
-    assert fetched <= to_fetch
+    moved = tokens_by(cluster, "external_kv_transfer") - moved
+    assert moved[DECODE] <= to_fetch
     both = CONVERSATIONS * TURNS
-    if way == "auto":  # several at once: the batch there is worth sparing
-        assert trips["at decode"] > 0
-        assert trips["pair"] >= CONVERSATIONS / 2
-    else:
-        assert trips == {"at decode" if way == "decode" else "pair": both}
-    shown = {name: counts.get(f"trip_{name}", 0) for name in ("at_decode", "delta", "whole")}
+    shown = {name: counts.get(f"trip_{name}", 0) for name in ("at_decode", "delta", "read_back", "whole")}
     assert shown["at_decode"] == trips["at decode"]
-    assert shown["delta"] + shown["whole"] == trips["pair"]
+    assert shown["delta"] + shown["read_back"] + shown["whole"] == trips["pair"]
+    if way == "auto":  # several at once: the batch there is worth sparing
+        assert shown["at_decode"] + shown["read_back"] > 0
+        assert trips["pair"] >= CONVERSATIONS / 2
+    if way == "decode":
+        assert shown == {"at_decode": both - CONVERSATIONS, "delta": 0, "read_back": CONVERSATIONS, "whole": 0}
+        assert moved[PREFILL] == to_read > 0
     if way == "prefill":
-        assert shown["delta"] >= both - CONVERSATIONS, "decode fetched what it lacked alone"
+        assert trips["pair"] == both
+        assert shown["whole"] <= CONVERSATIONS, "decode fetched what it lacked alone"
 
 
 def send(engine: list[int], number: signal.Signals) -> None:
@@ -194,6 +216,43 @@ def use_again(cluster: Cluster, client: Client, seed: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(LATE))
+def test_what_prefill_reads_back_too_late_is_computed(
+    cluster: Cluster, client: Client, told: list[list[Turn]], number: int
+) -> None:
+    """The read begins in time, and gets no further while decode stands still; then prefill does, until decode may use
+    the memory again. It costs the request nothing but the time, and prefill caches what it has computed."""
+    if number == 0:
+        prefill_at(cluster, "decode")
+    first, second = told[4 * CONVERSATIONS + LATE + number][:2]
+    prefill, decode = (processes_of(cluster.children[part].pid) for part in (PREFILL, DECODE))
+    until(lambda: not any(rank.load.kv_pinned for rank in client.status().ranks if rank.load), "nothing is pinned", 30)
+    right(asked(client, first).result, first)
+    ends = time.monotonic() + PIN_S + 1.0
+    until(lambda: idle(cluster), "decode has told all", 30)
+    read, worked = (tokens_by(cluster, source)[PREFILL] for source in ("external_kv_transfer", "local_compute"))
+    send(decode, signal.SIGSTOP)
+    try:
+        stream = asked(client, second, **NAMED)
+        until(lambda: figure(cluster, PREFILL, "vllm:num_requests_waiting") == 1, "prefill reads", 20)
+        send(prefill, signal.SIGSTOP)
+        send(decode, signal.SIGCONT)
+        until(lambda: time.monotonic() >= ends, "its time is over", PIN_S + 10)
+    finally:
+        send([*prefill, *decode], signal.SIGCONT)
+    right(stream.result, second)
+    assert stream.result.attempts == 1
+    until(lambda: idle(cluster), "both engines have told all", 30)
+    log = cluster.children[PREFILL].log.read_text(errors="replace")
+    assert log.count("came after their time") == number + 1, "it had begun in time"
+    assert tokens_by(cluster, "external_kv_transfer")[PREFILL] == read
+    assert tokens_by(cluster, "local_compute")[PREFILL] == worked + len(second.prompt)
+    hits = figure(cluster, PREFILL, BY, source="local_cache_hit")
+    right(asked(client, second, **NAMED).result, second)
+    until(lambda: idle(cluster), "both engines have told all", 30)
+    assert figure(cluster, PREFILL, BY, source="local_cache_hit") == hits + (len(second.prompt) - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("number", range(LATE))
 def test_a_read_that_ends_after_its_lease_gives_no_wrong_token_and_stays_in_no_cache(
     cluster: Cluster, client: Client, told: list[list[Turn]], number: int
 ) -> None:
@@ -212,7 +271,7 @@ def test_a_read_that_ends_after_its_lease_gives_no_wrong_token_and_stays_in_no_c
 
     send(decode, signal.SIGSTOP)
     try:
-        stream = client.generate_tokens(turn.prompt, rid=rid, routed_dp_rank=0, disagg_prefill_dp_rank=0, **PARAMS)
+        stream = asked(client, turn, rid=rid, **NAMED)
         until(lambda: "handed" in events(), "decode has the handle", 90)
         ends = time.monotonic() + LEASE_S + 1.0
         send(prefill, signal.SIGSTOP)
@@ -228,7 +287,7 @@ def test_a_read_that_ends_after_its_lease_gives_no_wrong_token_and_stays_in_no_c
     assert stream.result.attempts > 1
     assert figure(cluster, DECODE, "pdbus_node_legs_ended_total", code="kv_failed") == failed + 1
     log = cluster.children[DECODE].log.read_text(errors="replace")
-    assert log.count("came after their lease") == number + 1, "it had begun in time"
+    assert log.count("came after their time") == number + 1, "it had begun in time"
     until(lambda: idle(cluster), "both engines have told all", 30)
     hits = figure(cluster, DECODE, BY, source="local_cache_hit")
     right(asked(client, turn).result, turn)

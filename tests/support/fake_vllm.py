@@ -5,12 +5,15 @@ is used again, and whoever reads late gets another prompt's KV and no error. A d
 prompt dies where the prompt fills its blocks. Statistics come with steps alone, and are of no use in between. A request
 that is waited for no more is aborted. An engine that is fed `DEADLY` is dead for good. What is being fetched from an
 engine that is killed meanwhile does not come. A decode engine that keeps its KV caches (`keeps`) does as vLLM's with
-`nodes.vllm.safe_pulls`: a fetch that ends after its lease, or of which no lease is said, has failed.
+`nodes.vllm.safe_pulls`: a fetch that ends after its lease, or of which no lease is said, has failed. One that is read
+back, too, pins what a finished request with transfer parameters has left, in few slots again, for PIN_S or until a
+prefill engine has read it; that engine computes what it could not read in time.
 
 The "KV" is the sim engine's state after the prompt, in files of a folder that all engines share. A slow engine leaves a
-file `computing` or `fetching` there, and takes SLOW_S for either.
+file `computing`, `fetching` or `reading` there, and takes SLOW_S for each.
 
-    python -P -m fake_vllm ROLE BUS CONTROLLER FOLDER INSTANCE [LEASE_S [SLOW_S [keeps]]]    (PYTHONPATH=tests/support)
+    python -P -m fake_vllm ROLE BUS CONTROLLER FOLDER INSTANCE [LEASE_S [SLOW_S [keeps|reads]]]
+                                                                              (PYTHONPATH=tests/support)
 """
 
 from __future__ import annotations
@@ -27,10 +30,13 @@ from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
+import msgpack
+
 from nodes.link.facts import RankFacts
 from nodes.own.engines.sim import feed, next_token
+from nodes.vllm.events import EventRelay
 from nodes.vllm.runner import VllmRunner
-from nodes.vllm.sampling import GRAMMARS, KNOWN, REASONING, THINKING, UNIFIED
+from nodes.vllm.sampling import GRAMMARS, KNOWN, READ_UNTIL, REASONING, THINKING, UNIFIED
 
 VOCAB = 512
 DEADLY = 511
@@ -38,17 +44,19 @@ SLOTS = 4
 BLOCK = 16
 CAPACITY = 1600
 STEP_S = 0.004
+PIN_S = 5.0
 
 
 class EngineDeadError(Exception):
     pass
 
 
-def facts(margin_s: float = 0.5, *, prefills: bool = False) -> RankFacts:
+def facts(margin_s: float = 0.5, *, prefills: bool = False, reads_back: bool = False) -> RankFacts:
     return RankFacts(
         model="like", max_context=4096, kv_capacity=CAPACITY, max_running=16, block_tokens=BLOCK, vocab_size=VOCAB,
         kv_transfer="files", kv_layout="like/1", wants_prompt=True, handle_margin_s=margin_s,
         params=(*KNOWN, *GRAMMARS, *UNIFIED, *THINKING, *REASONING, "parser:qwen3"), prefills=prefills,
+        reads_back=reads_back,
     )  # fmt: skip
 
 
@@ -63,7 +71,11 @@ class FakeClient:
         self.salts: list[str | None] = []  # of what was asked, in order
         self.computed = 0  # prompt tokens
         self.keeps = False
+        self.reads_back = False
+        self.pin_s = PIN_S
+        self.stored: Callable[[list[int]], None] = lambda ids: None
         self._kept: list[list[int]] = []  # token ids of requests that are over
+        self._pinned: dict[int, tuple[float, Path]] = {}  # as `_held`
         self.clock = time.monotonic
         self._folder = folder / f"{name}-{time.time_ns()}"  # of this start
         self._folder.mkdir(parents=True)
@@ -90,20 +102,22 @@ class FakeClient:
             self._check()
             extra = sampling_params.get("extra_args", {}).get("kv_transfer_params", {})
             if extra.get("do_remote_decode"):
-                yield await self._prefill(ids)
+                yield await self._prefill(ids, extra)
                 return
             hits = self._hits(ids)
             state = await self._pull(ids, extra) if extra.get("do_remote_prefill") else await self._compute(ids, hits)
             if state is None:
                 yield _output([], "error")
                 return
-            tokens = []
+            tokens: list[int] = []
             async for output in self._decode(state, sampling_params, ids):
                 output.num_cached_tokens = hits
                 tokens += output.outputs[0].token_ids
+                if self.keeps and output.outputs[0].finish_reason is not None:
+                    self._kept.append([*ids, *tokens])
+                    self.stored(self._kept[-1])
+                    output.kv_transfer_params = self._pin(self._kept[-1]) if self.reads_back and extra else None
                 yield output
-            if self.keeps:
-                self._kept.append([*ids, *tokens])
         finally:
             del self.live[request_id]
 
@@ -127,20 +141,47 @@ class FakeClient:
             longest = max(longest, min(same, len(ids) - 1) // BLOCK * BLOCK)
         return longest
 
-    async def _compute(self, ids: list[int], hits: int = 0) -> int:
+    async def _compute(self, ids: list[int], hits: int = 0, state: int = 0) -> int:
         await self._take_time("computing")
         self._check()
         self.computed += len(ids) - hits
         self._step()
-        return int(feed(ids)[-1])
+        return int(feed(ids, state)[-1])
 
-    async def _prefill(self, ids: list[int]) -> Any:
-        while (slot := self._free_slot()) is None:
+    def _pin(self, ids: list[int]) -> dict[str, Any] | None:
+        """The handle of a finished request; None: all that may be pinned is."""
+        slot = self._free_slot(self._pinned)
+        if slot is None:
+            return None
+        read = self._folder / f"{next(self._numbers)}.read"
+        path, blocks = self._folder / f"pinned-{slot}", -(-(len(ids) - 1) // BLOCK)
+        path.write_text(json.dumps(feed(ids[:-1])))
+        self._pinned[slot] = self.clock() + self.pin_s, read
+        return {
+            "do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": [list(range(blocks))],
+            "remote_num_tokens": len(ids) - 1, "remote_blocks_expiry_time": time.perf_counter() + self.pin_s,
+            "at": str(path), "read": str(read), "alive": self.alive,
+        }  # fmt: skip
+
+    async def _read(self, handle: dict[str, Any]) -> int | None:
+        """The state after what a prefill engine reads back; None: that has failed."""
+        await self._take_time("reading")
+        if time.perf_counter() >= handle.get(READ_UNTIL, 0.0) or (handle["alive"] and not _locked(handle["alive"])):
+            return None
+        Path(handle["read"]).touch()
+        blocks = len(handle["remote_block_ids"][0])
+        return int(json.loads(Path(handle["at"]).read_text())[blocks * BLOCK - 1])
+
+    async def _prefill(self, ids: list[int], extra: dict[str, Any]) -> Any:
+        while (slot := self._free_slot(self._held)) is None:
             await asyncio.sleep(STEP_S)
         read = self._folder / f"{next(self._numbers)}.read"
         self._held[slot] = float("inf"), read
+        count, after = 0, 0
         try:
-            state = await self._compute(ids)
+            if extra.get("remote_block_ids") and (came := await self._read(extra)) is not None:
+                count, after = extra["remote_num_tokens"], came
+            state = await self._compute(ids[count:], state=after)
         except BaseException:
             del self._held[slot]
             raise
@@ -152,19 +193,19 @@ class FakeClient:
             "alive": self.alive,
         }  # fmt: skip
         made = _output([next_token(state, VOCAB)], "length", handle, self.clock())
-        made.num_cache_creation_tokens = len(ids) // BLOCK * BLOCK
+        made.num_cached_tokens, made.num_cache_creation_tokens = count, len(ids) // BLOCK * BLOCK - count
         return made
 
-    def _free_slot(self) -> int | None:
-        for slot, (until, read) in list(self._held.items()):
+    def _free_slot(self, used: dict[int, tuple[float, Path]]) -> int | None:
+        for slot, (until, read) in list(used.items()):
             if self.clock() >= until or read.exists():
-                del self._held[slot]
-        return next((slot for slot in range(SLOTS) if slot not in self._held), None)
+                del used[slot]
+        return next((slot for slot in range(SLOTS) if slot not in used), None)
 
     async def _pull(self, ids: list[int], handle: dict[str, Any]) -> int | None:
         await self._take_time("fetching")
         self._check()
-        if self.keeps and time.perf_counter() >= handle.get("remote_blocks_expiry_time", 0.0):
+        if self.keeps and time.perf_counter() >= handle.get(READ_UNTIL, 0.0):
             return None
         try:
             if handle["alive"] and not _locked(handle["alive"]):
@@ -225,6 +266,17 @@ def _output(
     )
 
 
+def stored_event(ids: list[int]) -> bytes:
+    """What an engine publishes when it has kept the KV cache of a request, prompt and output."""
+    whole = ids[: (len(ids) - 1) // BLOCK * BLOCK]
+    names = [state.to_bytes(8, "big") for state in feed(whole)[BLOCK - 1 :: BLOCK]]
+    event = {
+        "type": "BlockStored", "block_hashes": names, "parent_block_hash": None, "token_ids": whole,
+        "block_size": BLOCK, "lora_id": None, "medium": "GPU",
+    }  # fmt: skip
+    return bytes(msgpack.packb([0.0, [event], 0]))
+
+
 def prompt_of(ids: list[int], salt: str = "") -> dict[str, Any]:
     return {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
 
@@ -235,7 +287,7 @@ def runner_of(
     made: dict[str, Any] = {
         "name": name, "sampling": dict, "prompt": prompt_of, "lease_s": lease_s,
     } | changes  # fmt: skip
-    runner = VllmRunner(facts(margin_s, prefills=client.keeps), client, **made)
+    runner = VllmRunner(facts(margin_s, prefills=client.keeps, reads_back=client.reads_back), client, **made)
     client.stepped = lambda index, usage: runner.stepped(usage)
     return runner
 
@@ -258,7 +310,8 @@ def main(
     async def build() -> FakeClient:
         client = FakeClient(Path(folder), instance, float(lease_s), float(slow_s))
         client.alive = alive.name
-        client.keeps = bool(keeps)
+        client.keeps = bool(keeps) and role == "decode"
+        client.reads_back = keeps == "reads"
         return client
 
     @click.command()
@@ -270,6 +323,12 @@ def main(
             runner = runner_of(
                 engine.client, instance, float(lease_s), on_engine=engine.call, on_link=loop.call_threadsafe
             )
+            if engine.client.reads_back:
+                relay = runner.relay = EventRelay(instance, 0, runner.cache_changed)
+                numbers = itertools.count()
+                engine.client.stored = lambda ids: loop.call_threadsafe(
+                    lambda: relay.received((b"", next(numbers).to_bytes(8, "big"), stored_event(ids)))
+                )
             with Node(config, loop, {0: runner}) as node:
                 loop.on_signals(node.on_signal)
                 cli.leave_with_parent(node.leave)

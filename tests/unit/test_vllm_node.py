@@ -252,14 +252,20 @@ def test_capacity_and_block_size_are_vllms_own_where_it_says_them() -> None:
 def test_a_decode_rank_that_keeps_its_kv_caches_says_that_it_computes_prompts() -> None:
     """Only with our connector, and where vLLM itself has not turned prefix caching off, as it does for some models."""
 
-    def prefills(module: str, caching: bool) -> bool:
+    def prefills(module: str, caching: bool, kv_role: str = "kv_consumer") -> bool:
         client = client_of(connector="NixlConnector", enable_prefix_caching=caching)
-        client.vllm_config.kv_transfer_config.kv_connector_module_path = module
-        return main.rank_facts(versions.facts_of(client), 60.0, "decode").prefills
+        transfer = client.vllm_config.kv_transfer_config
+        transfer.kv_connector_module_path, transfer.kv_role = module, kv_role
+        for back in (True, False):
+            transfer.kv_connector_extra_config = {"bidirectional_kv_xfer": back}
+            found = main.rank_facts(versions.facts_of(client), 60.0, "decode")
+            assert found.reads_back == (back and caching and bool(module))
+        return found.prefills
 
     assert prefills(versions.SAFE_PULLS, True)
     assert not prefills("", True)
     assert not prefills(versions.SAFE_PULLS, False)
+    assert not prefills(versions.SAFE_PULLS, True, "kv_both"), "a prefill engine, which reads back"
 
 
 @pytest.mark.parametrize(
@@ -269,12 +275,12 @@ def test_a_decode_rank_that_keeps_its_kv_caches_says_that_it_computes_prompts() 
         ({"kv_transfer_config": ("NixlConnector", {})}, ""),
         ({"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ({"kv_transfer_config": ("OffloadingConnector", {})}, "the connector is OffloadingConnector, not vLLM's own"),
-        ({"kv_transfer_config": ("NixlConnector", {"bidirectional_kv_xfer": True})}, "bidirectional_kv_xfer"),
+        ({"prefill_context_parallel_size": 2}, "vLLM's connector does not read with --prefill-context-parallel-size"),
         ({"nnodes": 2}, "workers on other machines"),
         ({"distributed_executor_backend": "ray"}, "workers on other machines"),
     ],
 )
-def test_what_keeps_a_decode_rank_from_keeping_kv_caches(
+def test_what_keeps_an_engine_from_keeping_what_it_reads(
     given: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions.seams, "difference", lambda: "")
@@ -283,12 +289,12 @@ def test_what_keeps_a_decode_rank_from_keeping_kv_caches(
         transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, kv_connector_module_path=None)
         given = {"kv_transfer_config": transfer}
     asked = SimpleNamespace(**({"kv_transfer_config": None, "enable_prefix_caching": None} | given))
-    found = versions._no_decode_cache(asked)
+    found = versions._no_safe_reads(asked)
     assert found.startswith(why)
     assert bool(found) == bool(why)
     monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
     monkeypatch.setattr(versions.seams, "difference", lambda: "ReqMeta is not there")
-    assert versions._no_decode_cache(asked) == (found or "vLLM 0.33.0: ReqMeta is not there")
+    assert versions._no_safe_reads(asked) == (found or "vLLM 0.33.0: ReqMeta is not there")
 
 
 def test_a_vllm_whose_code_differs_from_what_was_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

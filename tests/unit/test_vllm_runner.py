@@ -33,6 +33,7 @@ from nodes.link.runner import (
 )
 from nodes.own.engines.sim import sim_generate
 from nodes.vllm.events import EventRelay
+from nodes.vllm.sampling import READ_UNTIL
 
 T = TypeVar("T")
 PROMPT = list(range(7, 23))  # fills a block, which is what kills a decode engine that is given one token more
@@ -42,11 +43,13 @@ LEASE_S = 30.0
 class Node:
     """One runner on one asyncio loop, which is both threads; what it says is kept."""
 
-    def __init__(self, role: Role, folder: Path, *, keeps: bool = False, **changes: Any) -> None:
+    def __init__(
+        self, role: Role, folder: Path, *, keeps: bool = False, reads_back: bool = False, **changes: Any
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.role: Role = role
         self.client = FakeClient(folder, role, LEASE_S)
-        self.client.keeps = keeps
+        self.client.keeps, self.client.reads_back = keeps, reads_back
         self.events: list[Event] = []
         self.late_s = 0.0  # of this machine's clock, as the runner reads it
         self.link: Callable[[Callable[[], None]], Any] = loop.call_soon
@@ -193,7 +196,7 @@ def test_an_engine_that_keeps_kv_caches_is_told_the_end_of_the_lease_on_its_cloc
         for number, left_s in enumerate((20.0, FOR_EVER), 1):
             decode.start(handle=handle_of(held, time.monotonic() + 1000.0 + left_s))
             given = dict(await decode.asked(number))
-            said_s = given.pop("remote_blocks_expiry_time") - time.perf_counter()
+            said_s = given.pop(READ_UNTIL) - time.perf_counter()
             assert said_s == left_s or left_s - 1.0 < said_s <= left_s
             assert given == msgpack.unpackb(held.handle)
         await decode.until(Finished, 2)

@@ -208,6 +208,8 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "nodes.link.read_back:KvLender.tick", "now - leg.borrowed_at >= LEND_S", "True"),
     Cut("M97", "unit/test_read_back.py::test_a_decode_rank_that_does_not_answer_is_waited_for_in_bounds",
         "nodes.link.read_back:KvReader.tick", "if now >= leg.read_until:", "if False:"),
+    Cut("M98", "unit/test_vllm_read_back.py::test_a_read_that_ends_late_is_computed_and_no_token_is_wrong",
+        "nodes.vllm.runner:VllmRunner._to_read", "READ_UNTIL: self._read_until(handle)", 'READ_UNTIL: float("inf")'),
     Cut("M87", "unit/test_rooms_of_clients.py::test_two_clients_that_name_one_room_each_get_their_own_answer",
         "nodes.link.rooms:ByRoom.find", "found = self._held.get((room, client))",
         "found = next((held for (at, _), held in self._held.items() if at == room), None)", peer=True),
