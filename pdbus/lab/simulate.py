@@ -227,6 +227,7 @@ class _Run:
     def _goes_unified(self, number: int, submit: Submit) -> bool:
         """Return true if a pair goes to a unified rank instead, by its policy's wish."""
         chooser = self.unified.choosers[self.owner[number]]
+        self._read(self.owner[number])
         self.is_unified[number] = chooser.takes(submit) and chooser.prefills_here(submit)
         return self.is_unified[number]
 
@@ -249,7 +250,7 @@ class _Run:
             course.unified_rank, charge = self._pick(self.unified, number, submit)
             self.loop.call_later(hop_s, self._arrive_unified, number, charge)
             return
-        if self.may_prefill_here and decode and (self.config.trip or decode.prefills_here(submit)):
+        if self.may_prefill_here and decode and (self.config.trip or self._prefills_here(number, submit)):
             self.at_decode[number] = True
             course.decode_rank, charge = self._pick(self.decode, number, submit)
             self.loop.call_later(hop_s, self._arrive_at_decode, number, charge)
@@ -261,6 +262,19 @@ class _Run:
         if decode:
             course.decode_rank, decode_charge = self._pick(self.decode, number, submit)
         self.loop.call_later(hop_s, self._arrive, number, charge, decode_charge, read)
+
+    def _prefills_here(self, number: int, submit: Submit) -> bool:
+        """Return true if the decode rank that a pair's controller would pick computes its prompt, by its policy's
+        wish."""
+        self._read(self.owner[number])
+        return self.decode.choosers[self.owner[number]].prefills_here(submit)
+
+    def _read(self, owner: int) -> None:
+        """Let a controller read the reports of all ranks: a policy that says where a prompt is computed looks at other
+        roles than its own."""
+        for side in self.sides:
+            if side.choosers:
+                side.choosers[owner].read()
 
     def _pick(self, side: Side, number: int, submit: Submit, read: int = 0) -> tuple[int, int]:
         """Return the rank that a leg goes to, which the request's controller picks, and its charge."""

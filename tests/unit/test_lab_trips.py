@@ -317,3 +317,11 @@ def test_the_example_reads_back_where_the_link_is_quicker_than_prefill() -> None
     ]
     assert shares[0] > 0.8
     assert shares[1] == 0.0
+
+
+def test_a_decode_ranks_policy_sees_the_newest_loads_of_prefill_ranks(mine: Any) -> None:
+    """Else what a prefill rank did last would count as queued there until the next pair goes to it."""
+    name = mine('def prefill_here(self, rank, request): return self.costs.queued_by("prefill") > 0')
+    config = replace(ONE, decode_prefills=True, decode_method=name)
+    last = replace(LATER, prompt_tokens=120, after=(1,))
+    assert [course.prefill_rank for course in turns(config, FIRST, LATER, last)] == [0, 0, 0]
