@@ -31,8 +31,8 @@ from pdbus.commands.common import (
     wait_for_controller,
     wait_option,
 )
-from pdbus.top.figures import Sample, slo_of, trouble_of
-from pdbus.top.source import BrokerStatusClient
+from pdbus.fleet.figures import Sample, slo_of, trouble_of
+from pdbus.fleet.source import BrokerStatusClient
 
 WIDTH = 132  # of a table outside a terminal
 COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")

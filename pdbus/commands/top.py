@@ -35,9 +35,10 @@ def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) 
     """Watch a cluster: its ranks' load, latencies, faults and restarts, live. Press ? for the keys."""
     from rich.console import Console, Group
 
-    from pdbus.top.figures import History, Sample
+    from pdbus.fleet.figures import History, Sample
+    from pdbus.fleet.source import BrokerStatusClient, Watcher
+    from pdbus.top.keys import is_terminal, keys_in, raw_keys
     from pdbus.top.screen import lines_of
-    from pdbus.top.source import BrokerStatusClient, Watcher, is_terminal, keys_in, raw_keys
     from pdbus.top.view import View
 
     if not is_terminal():

@@ -1,1 +1,1 @@
-"""The live view of a cluster: its figures over the last seconds (`figures`), and the screen that shows them."""
+"""The screen of `pdbus top` and its keys."""

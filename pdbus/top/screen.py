@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from bus.runtime.cli import printable
-from pdbus.top.figures import WINDOW_S, Figures, History, News, RankFigures, slo_of, trouble_of
-from pdbus.top.formatting import age, name_of, number, seconds, share
+from pdbus.fleet.figures import WINDOW_S, Figures, History, News, RankFigures, slo_of, trouble_of
+from pdbus.fleet.formatting import age, name_of, number, seconds, share
 from pdbus.top.table import COLUMNS, table_of
 from pdbus.top.view import KEYS, View, key_of
 from pdbus.top.widgets import DIM, PLAIN, bar, colour_of, fact, quantiles, spark, warning

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from pdbus.top.figures import DEAD, RankFigures
-from pdbus.top.formatting import age, name_of, number, quantile_of, share
+from pdbus.fleet.figures import DEAD, RankFigures
+from pdbus.fleet.formatting import age, name_of, number, quantile_of, share
 from pdbus.top.view import View, key_of
 from pdbus.top.widgets import CHOSEN, DIM, HEAD, PLAIN, bar, colour_of
 

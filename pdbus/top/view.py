@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from bus.histogram import quantile
 from bus.wire.messages import MemberKey
-from pdbus.top.figures import RankFigures
+from pdbus.fleet.figures import RankFigures
 
 _ROLES = ("prefill", "decode", "unified")
 _WORST = ("lost", "hung", "silent", "starting", "draining", "gone", "ready")
@@ -56,7 +56,7 @@ class View:
         return sorted(by_name, key=SORTS[self.sort], reverse=not self.reverse)
 
     def pressed(self, key: str, ranks: Sequence[RankFigures]) -> View:
-        """Return the view after `key` (a name of `source.keys_in`) was pressed; an unknown key changes nothing. `ranks`
+        """Return the view after `key` (a name of `keys.keys_in`) was pressed; an unknown key changes nothing. `ranks`
         are those that are shown."""
         match key:
             case "q":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from pdbus.top.formatting import quantile_of
+from pdbus.fleet.formatting import quantile_of
 
 PLAIN, DIM, HEAD, CHOSEN = "not dim", "dim", "bold on grey23", "on grey37"
 _STATES = {"ready": "green", "starting": "cyan", "draining": "yellow", "gone": "bright_black"}  # other states: red

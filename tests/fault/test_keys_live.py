@@ -46,8 +46,8 @@ from bus.wire.messages import (
 )
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
+from pdbus.fleet.source import BrokerStatusClient
 from pdbus.launcher import Cluster, ClusterSpec
-from pdbus.top.source import BrokerStatusClient
 
 pytestmark = pytest.mark.fault
 

@@ -22,12 +22,12 @@ from terminal import pattern
 from bus.endpoints import BusAddress
 from nodes import RankFacts, RankLink
 from pdbus.client import Client
+from pdbus.fleet.figures import History, Sample
+from pdbus.fleet.source import BrokerStatusClient, Watcher
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.launcher.child import Child
 from pdbus.launcher.spec import PartSpec
-from pdbus.top.figures import History, Sample
 from pdbus.top.screen import lines_of
-from pdbus.top.source import BrokerStatusClient, Watcher
 from pdbus.top.view import View
 
 pytestmark = pytest.mark.fault

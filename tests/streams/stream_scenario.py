@@ -31,8 +31,8 @@ from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
 from bus.wire.messages import KvPull, Member, Pong, RankStatus, Registration, Rooms
 from pdbus.client import Client
+from pdbus.fleet.source import BrokerStatusClient
 from pdbus.launcher import Cluster, ClusterSpec
-from pdbus.top.source import BrokerStatusClient
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 HEADER = f"00-{TRACE}-00f067aa0ba902b7-01"

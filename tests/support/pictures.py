@@ -20,10 +20,10 @@ from rich.text import Text
 from bus.endpoints import BusAddress
 from bus.errors import BusError
 from pdbus.client import Client
+from pdbus.fleet.figures import History, Sample
+from pdbus.fleet.source import BrokerStatusClient
 from pdbus.launcher import Cluster, ClusterSpec
-from pdbus.top.figures import History, Sample
 from pdbus.top.screen import lines_of
-from pdbus.top.source import BrokerStatusClient
 from pdbus.top.view import View
 
 IMAGES = Path(__file__).parents[2] / "docs" / "img"

@@ -6,7 +6,7 @@ from typing import Any
 
 from bus.histogram import Histogram, trimmed
 from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
-from pdbus.top.figures import Sample
+from pdbus.fleet.figures import Sample
 
 
 def latencies(*values_s: float) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from bus.wire.messages import Cancel, CancelLeg, Dispatch, Done, Load, Params, P
 from controller.events import FromClient, FromNode, ToNode, Undelivered
 from controller.observe import EVENTS, collect
 from pdbus.edge.metrics import Counts
-from pdbus.top.figures import Figures, History, Sample
+from pdbus.fleet.figures import Figures, History, Sample
 
 ROOT = Path(__file__).parents[2]
 of_sources = pytest.mark.skipif(

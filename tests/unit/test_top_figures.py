@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from status_world import latencies, rank, sample
 
-from pdbus.top.figures import WINDOW_S, History, RankFigures, trouble_of
-from pdbus.top.formatting import age, number, quantile_of, seconds
+from pdbus.fleet.figures import WINDOW_S, History, RankFigures, trouble_of
+from pdbus.fleet.formatting import age, number, quantile_of, seconds
 
 
 def history(*samples: object) -> History:

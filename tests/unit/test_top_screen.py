@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from status_world import latencies, rank, sample
 
-from pdbus.top.figures import History
+from pdbus.fleet.figures import History
+from pdbus.top.keys import keys_in
 from pdbus.top.screen import lines_of
-from pdbus.top.source import keys_in
 from pdbus.top.table import COLUMNS, fitting
 from pdbus.top.view import KEYS, SORTS, View
 

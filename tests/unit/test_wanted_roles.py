@@ -12,7 +12,7 @@ from bus.wire.messages import Bye, Drain, DrainRole, Hello, Status
 from controller.config import ControllerConfig
 from controller.events import FromClient, FromNode, Unreachable
 from controller.observe import collect
-from pdbus.top.figures import trouble_of
+from pdbus.fleet.figures import trouble_of
 
 FORGET_S = 60.0
 

@@ -90,8 +90,8 @@ _ALL = [
     ),
     *_named("to_node_data", "client", CLIENT, "attach detach", "attach"),
     Stream(
-        "to_broker/broker_status", "client", ("pdbus.top.source:BrokerStatusClient.ask",), "test_broker_status", "call",
-        alone=False,
+        "to_broker/broker_status", "client", ("pdbus.fleet.source:BrokerStatusClient.ask",), "test_broker_status",
+        "call", alone=False,
     ),
     Stream(
         "revocations of who connects", "keys", ("bus.runtime.connection_limiter:ConnectionLimiter.hang_up_on",),

@@ -1,19 +1,12 @@
-"""The sources of `pdbus top`: a thread that asks controller and broker regularly, and the keys pressed in a
-terminal."""
+"""The source of a fleet's samples: a thread that asks controller and broker regularly."""
 
 from __future__ import annotations
 
 import os
 import queue
-import re
-import sys
-import termios
 import threading
 import time
-import tty
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from types import TracebackType
 
 import zmq
@@ -26,17 +19,11 @@ from bus.wire import codec
 from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery
 from pdbus.client import Client
 from pdbus.client.questions import Questions
-from pdbus.top.figures import Sample
+from pdbus.fleet.figures import Sample
 
 BROKER_WAIT_MS = 1_000
 POLL_MS = 50
 ASK_S = 2.0  # how long a controller may take to answer
-_KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.S)
-_NAMES = {
-    b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[H": "home", b"\x1b[F": "end",
-    b"\x1b[5~": "page up", b"\x1b[6~": "page down", b"\r": "enter", b"\n": "enter", b"\x1b": "escape",
-    b"k": "up", b"j": "down", b"h": "?",
-}  # fmt: skip
 
 
 class BrokerStatusClient:
@@ -115,26 +102,3 @@ class Watcher(threading.Thread):
             return "the controller does not answer; what is shown is old"
         at, wall = time.monotonic(), time.time()
         return Sample(at, wall, status, self._broker.ask())
-
-
-@contextmanager
-def raw_keys(descriptor: int) -> Iterator[None]:
-    """Have the terminal pass on each key as it is pressed, without showing it, inside the `with` block; afterwards its
-    mode is as before."""
-    before = termios.tcgetattr(descriptor)
-    try:
-        tty.setcbreak(descriptor)
-        yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def keys_in(data: bytes) -> list[str]:
-    """Return the names of the keys in the bytes that a terminal sent (`up`, `enter`, `page down`); another key is its
-    own character. `k`, `j` and `h` are `up`, `down` and `?`."""
-    return [_NAMES.get(key, key.decode("ascii", "ignore")) for key in _KEY.findall(data)]
-
-
-def is_terminal() -> bool:
-    """Return true if stdin and stdout are both a terminal."""
-    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()

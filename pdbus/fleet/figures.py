@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from bus.histogram import since
 from bus.wire.messages import BrokerStatus, Load, MemberKey, RankState, RankStatus, Status
-from pdbus.top.formatting import age, name_of
+from pdbus.fleet.formatting import age, name_of
 
 WINDOW_S = 20.0
 NEWS_KEPT = 200

@@ -1,0 +1,1 @@
+"""A cluster seen from outside, over time: the source of its statuses, its figures, and what is wrong with it."""
