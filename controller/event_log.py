@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from bus.wire.messages import MAX_EVENTS, MAX_PHRASE, MAX_WORD, ControllerEvent, MemberKey
 
 FLOOD_S = (1.0, 60.0)  # the first wait until one more event of the same count, and the longest
-# Counts that become events: how their names begin, and what is said of so many
+# Counts that become events: the beginning of their names, the event, and what is counted
 COUNTED = (
-    ("failed_", "failed", "requests that failed: {}"),
-    ("rejected_", "refused", "messages that were refused: {}"),
-    ("hello_", "refused", "introductions of ranks that were refused: {}"),
-    ("peers_refused", "refused", "connections that were refused: {}"),
-    ("clients_unreachable", "unreachable", "answers whose client was gone: {}"),
-    ("adopted", "adopted", "requests taken over that ran on without a controller: {}"),
-    ("policy_faults", "policy_failed", "times that a policy raised: {}"),
+    ("failed_", "failed", "request"),
+    ("rejected_", "refused", "message"),
+    ("hello_", "refused", "hello"),
+    ("peers_refused", "refused", "connection"),
+    ("clients_unreachable", "unreachable", "client"),
+    ("adopted", "adopted", "request"),
+    ("policy_faults", "policy_failed", "time"),
 )
 GOOD = frozenset({"adopted"})
 
@@ -62,9 +62,14 @@ class EventLog:
             kind = next((kind for kind in COUNTED if name.startswith(kind[0])), None)
             if kind is None:
                 continue
-            begins, what, phrase = kind
+            begins, what, noun = kind
             again = now < at + 4 * wait_s
             wait_s = min(FLOOD_S[1], 2 * wait_s) if again else FLOOD_S[0]
             self._seen[name] = total, now, wait_s
             code = name.removeprefix(begins)
-            self.add(now, what, None, code, phrase.format(total - noted), bad=what not in GOOD)
+            self.add(now, what, None, code, counted(total - noted, noun), bad=what not in GOOD)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as in `3 requests`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

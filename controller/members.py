@@ -17,7 +17,7 @@ from bus.wire.messages import Bye, Hello, MemberKey, Ping, Pong, RankState, Refu
 from bus.wire.starts import is_later
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
-from controller.event_log import EventLog
+from controller.event_log import EventLog, counted
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
 from controller.load.rank import RankLoad
@@ -360,7 +360,7 @@ class Members:
     def _cost(self, rank: RankLoad, why: str) -> str:
         """Return the phrase of a loss, with the number of this controller's requests that ran there."""
         ran = len(self.ranks[rank].work)
-        return f"{why}; requests that ran there: {ran}" if ran else why
+        return f"{why}; {counted(ran, 'request')} ran there" if ran else why
 
     def _lost(self, rank: RankLoad, state: RankState, died: bool | None) -> Loss:
         self._counts[f"ranks_{state}"] += 1

@@ -102,10 +102,12 @@ def leave_on_signals(handler: Callable[[int, FrameType | None], None] = signal.d
             signal.signal(number, handler)
 
 
-def wait_for_controller(client: Client, address: str, wait_s: float, keys: str) -> Status:
-    """Wait until the controller at `address` answers `client`, with a progress line, and return its status. `keys` is
-    only for the error's text. Raises ConfigError when its host cannot be resolved, and PeerLost when it does not answer
-    within `wait_s` seconds."""
+def wait_for_controller(
+    client: Client, address: str, wait_s: float, keys: str, events_from: int | None = None
+) -> Status:
+    """Wait until the controller at `address` answers `client`, with a progress line, and return its status, with its
+    events from a number on (None: without). `keys` is only for the error's text. Raises ConfigError when its host
+    cannot be resolved, and PeerLost when it does not answer within `wait_s` seconds."""
     if reason := unresolved(address):
         raise ConfigError(f"{reason}: check the address {address}")
     began = time.monotonic()
@@ -113,7 +115,7 @@ def wait_for_controller(client: Client, address: str, wait_s: float, keys: str) 
         while True:
             left_s = began + wait_s - time.monotonic()
             try:
-                return client.status(timeout_s=min(1.0, max(0.05, left_s)))
+                return client.status(timeout_s=min(1.0, max(0.05, left_s)), events_from=events_from)
             except PeerLost:
                 if left_s <= 1.0:
                     raise PeerLost(

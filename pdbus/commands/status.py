@@ -20,7 +20,7 @@ from rich.text import Text
 
 from bus.endpoints import BusAddress
 from bus.runtime import cli, settings
-from bus.wire.messages import BrokerStatus, RankStatus, Status
+from bus.wire.messages import RankStatus, Status
 from controller.trips import TRIPS, Trip
 from pdbus.client import Client
 from pdbus.commands.common import (
@@ -32,6 +32,8 @@ from pdbus.commands.common import (
     wait_option,
 )
 from pdbus.fleet.figures import Sample, slo_of, trouble_of
+from pdbus.fleet.formatting import queue_words
+from pdbus.fleet.history import History, text_of
 from pdbus.fleet.source import BrokerStatusClient
 
 WIDTH = 132  # of a table outside a terminal
@@ -68,22 +70,34 @@ LEAST_FIRST = (
     metavar="[SECONDS]",
     help="Repeat every 2 seconds, or as often as given; with --json, one object on each line.",
 )
+@click.option(
+    "--events", "events_from", type=click.IntRange(0), metavar="NUMBER",
+    help="Show the controller's events from this number on too (0: all that it keeps); with --watch each once.",
+)  # fmt: skip
 @keys_option
 @wait_option
-def status(controller: str, bus: str, as_json: bool, watch_s: float | None, keys: str, wait_s: float) -> None:
+def status(
+    controller: str, bus: str, as_json: bool, watch_s: float | None, events_from: int | None, keys: str, wait_s: float
+) -> None:
     """Show every rank: role, state, load report and its age, estimate, work in flight, counts."""
     leave_on_signals()
-    console = _console()
+    console, history, epoch = _console(), History(), 0
     with Client(controller, keys=keys) as client, BrokerStatusClient(BusAddress(bus), keys) as broker_client:
         while True:
-            seen = wait_for_controller(client, controller, wait_s, keys)
-            broker = broker_client.ask()
+            seen = wait_for_controller(client, controller, wait_s, keys, events_from)
+            sample = Sample(time.monotonic(), time.time(), seen, broker_client.ask())
+            history.add(sample)
             if as_json:
-                print(json.dumps(as_dict(seen, broker), indent=None if watch_s else 2), flush=True)
+                print(json.dumps(as_dict(sample, history), indent=None if watch_s else 2), flush=True)
             else:
                 if watch_s and console.is_terminal:
                     console.clear()
-                _show(console, seen, broker, bus, keys)
+                _show(console, sample, history, bus, keys)
+                if events_from is not None:
+                    _show_events(console, seen)
+            if events_from is not None:
+                events_from = 0 if epoch not in (0, seen.epoch) else history.next_event or events_from
+            epoch = seen.epoch
             if not watch_s:
                 break
             time.sleep(watch_s)
@@ -91,11 +105,13 @@ def status(controller: str, bus: str, as_json: bool, watch_s: float | None, keys
         sys.exit(1)
 
 
-def as_dict(seen: Status, broker: BrokerStatus | None) -> dict[str, Any]:
-    """Return the status for JSON output: fields by name, as in docs/protocol.md; `trouble` has a sentence for each
-    fault, and `broker` the broker's counts (None, as the argument, if it did not answer)."""
-    broker_named = _named(broker) if broker is not None else None
-    return {"trouble": trouble_of(seen), "controller": _named(seen), "broker": broker_named}
+def as_dict(sample: Sample, history: History) -> dict[str, Any]:
+    """Return a sample, the last one of `history`, for JSON output: fields by name, as in docs/protocol.md; `trouble`
+    has a sentence for each fault, `conditions` one for each rank that is slow or full, and `broker` the broker's counts
+    (None if it did not answer)."""
+    broker = _named(sample.broker) if sample.broker is not None else None
+    trouble, conditions = trouble_of(sample.status), history.sentences()
+    return {"trouble": trouble, "conditions": conditions, "controller": _named(sample.status), "broker": broker}
 
 
 def _named(value: Any) -> Any:
@@ -111,7 +127,8 @@ def _console() -> Console:
     return Console(highlight=False, width=None if shown else WIDTH)
 
 
-def _show(console: Console, seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> None:
+def _show(console: Console, sample: Sample, history: History, bus: str, keys: str) -> None:
+    seen, broker = sample.status, sample.broker
     methods = ", ".join(f"{role} {method}" for role, method in sorted(seen.methods.items()))
     _print(console, f"{seen.controller}, up {seen.uptime_s:.0f} s; methods: {methods}")
     table, left_out = ranks_table(seen.ranks, console)
@@ -124,6 +141,8 @@ def _show(console: Console, seen: Status, broker: BrokerStatus | None, bus: str,
     else:
         console.print("No rank has joined this controller.")
     _print(console, _requests(seen))
+    if seen.queue is not None and seen.queue.requests:
+        _print(console, f"queue: {', '.join(queue_words(seen.queue))}")
     if broker is None:
         hint = " (it answers an admin's key alone)" if keys else ""
         _print(console, f"No broker answers at {bus}{hint}; name another with --bus.")
@@ -132,6 +151,18 @@ def _show(console: Console, seen: Status, broker: BrokerStatus | None, bus: str,
         _print(console, f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
     for line in trouble_of(seen):
         _print(console, f"! {line}", style="bold red")
+    for line in history.sentences():
+        _print(console, f"~ {line}", style="yellow")
+
+
+def _show_events(console: Console, seen: Status) -> None:
+    if seen.events is None:
+        hidden = any(rank.endpoint for rank in seen.ranks) or not seen.ranks
+        why = "this controller is older than this pdbus, and keeps none" if hidden else "they are for an admin's key"
+        _print(console, f"events: - ({why})")
+    for event in seen.events or ():
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_us / 1e6))
+        _print(console, f"{event.number} {clock} {text_of(event)}", style="red" if event.bad else "")
 
 
 def _requests(seen: Status) -> str:

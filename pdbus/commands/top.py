@@ -35,7 +35,8 @@ def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) 
     """Watch a cluster: its ranks' load, latencies, faults and restarts, live. Press ? for the keys."""
     from rich.console import Console, Group
 
-    from pdbus.fleet.figures import History, Sample
+    from pdbus.fleet.figures import Sample
+    from pdbus.fleet.history import History
     from pdbus.fleet.source import BrokerStatusClient, Watcher
     from pdbus.top.keys import is_terminal, keys_in, raw_keys
     from pdbus.top.screen import lines_of

@@ -1,23 +1,18 @@
-"""The figures of a cluster over the last seconds, for `pdbus top`: rates, quantiles and news, computed from successive
-statuses. A status is a controller's answer with its ranks, their loads and counters that only grow. Pure.
-
-Asks no part itself: `History.add` takes each answer and its time.
+"""The figures of a cluster at one time, and over the seconds before it (`pdbus.fleet.history` makes them); and what is
+wrong by one status: a controller's answer with its ranks, their loads and counters that only grow. Pure.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
-from bus.histogram import since
-from bus.wire.messages import BrokerStatus, Load, MemberKey, RankState, RankStatus, Status
+from bus.wire.messages import BrokerStatus, MemberKey, RankState, RankStatus, Status
+from pdbus.fleet.conditions import Condition, held_tokens
 from pdbus.fleet.formatting import age, name_of
 
-WINDOW_S = 20.0
-NEWS_KEPT = 200
 LEFT: frozenset[RankState] = frozenset({"draining", "gone"})  # ranks that shall not serve any more
 DEAD: frozenset[RankState] = frozenset({"silent", "lost", "hung"})
 FAILED = ("failed_",)
@@ -100,6 +95,8 @@ class RankFigures:
     busy: float | None = None  # share of the time that its engine computed
     ttft: tuple[int, ...] = ()
     tpot: tuple[int, ...] = ()
+    step_s: float | None = None  # seconds a forward step took lately
+    conditions: tuple[Condition, ...] = ()  # slow or full, if it is
 
     @property
     def slots(self) -> float | None:
@@ -112,7 +109,7 @@ class RankFigures:
     def kv(self) -> float | None:
         """The share of its KV memory in use. None: not known."""
         load = self.rank.load
-        return load.kv_tokens / load.kv_capacity if load is not None and load.kv_capacity else None
+        return held_tokens(self.rank, load) / load.kv_capacity if load is not None and load.kv_capacity else None
 
     @property
     def hits(self) -> float | None:
@@ -175,105 +172,6 @@ class Figures:
         return sum(each.output_s or 0.0 for each in self.ranks)
 
 
-@dataclass(frozen=True)
-class News:
-    """A change between two samples, as a line; `wall` is its time in seconds since 1970, `bad` marks trouble."""
-
-    wall: float
-    text: str
-    bad: bool = False
-
-
-class History:
-    """The samples of the last `WINDOW_S` seconds, and in `news` the changes between them, the latest last."""
-
-    def __init__(self) -> None:
-        self._samples: deque[Sample] = deque()
-        self.news: deque[News] = deque(maxlen=NEWS_KEPT)
-
-    def add(self, sample: Sample) -> None:
-        """Add a sample, which must be newer than the last, and the news since the last; drop samples older than the
-        window. After a restart of the controller the window begins again."""
-        last = self._samples[-1] if self._samples else None
-        if last is not None:
-            self.news.extend(_news(last, sample))
-            if last.status.epoch != sample.status.epoch:
-                self._samples.clear()  # its counts start from 0
-        self._samples.append(sample)
-        while self._samples[0].at < sample.at - WINDOW_S:
-            self._samples.popleft()
-
-    def figures(self) -> Figures | None:
-        """Return the figures over the window up to the last sample; None before the first sample. With one sample,
-        rates are None."""
-        if not self._samples:
-            return None
-        first, last = self._samples[0], self._samples[-1]
-        window_s = last.at - first.at
-        counts, before = last.status.counts, first.status.counts
-        done = counts.get("done", 0) - before.get("done", 0)
-        return Figures(
-            last,
-            window_s,
-            tuple(self._of(rank, window_s) for rank in last.status.ranks),
-            done / window_s if window_s else None,
-            _grown(last.failed, first.failed),
-            _grown(last.refused, _refused_before(last, first)),
-        )
-
-    def series(self, key: MemberKey) -> list[RankStatus]:
-        """Return the rank's status in all samples of the window that have it, the latest last."""
-        return [rank for sample in self._samples if (rank := sample.by_key.get(key)) is not None]
-
-    def _of(self, rank: RankStatus, window_s: float) -> RankFigures:
-        key = rank.instance, rank.dp_rank
-        first = self._samples[0].by_key.get(key)
-        ended = rank.ended_total - first.ended_total if first is not None else rank.ended_total
-        if ended < 0:  # the controller forgot it meanwhile, and its counts started from 0
-            ended = rank.ended_total
-        figures = RankFigures(
-            rank,
-            requests_s=ended / window_s if window_s else None,
-            ttft=since(rank.ttft_counts, first.ttft_counts if first is not None else ()),
-            tpot=since(rank.tpot_counts, first.tpot_counts if first is not None else ()),
-        )
-        began = next(  # only of this start of the rank: another start has its own counts
-            (
-                (sample.at, seen.load)
-                for sample in self._samples
-                if (seen := sample.by_key.get(key)) is not None and seen.epoch == rank.epoch and seen.load is not None
-            ),
-            None,
-        )
-        return figures if began is None or rank.load is None else _with_load(figures, *began, self._samples[-1].at)
-
-
-def _with_load(figures: RankFigures, then: float, before: Load, now: float) -> RankFigures:
-    load, elapsed_s = figures.rank.load, now - then
-    assert load is not None
-    if elapsed_s <= 0:
-        return figures
-
-    def rate(name: str) -> float:
-        more: int = getattr(load, name) - getattr(before, name)
-        return max(0, more) / elapsed_s
-
-    prefills = figures.rank.role != "decode"
-    # A rank that does not report admitted tokens counts prompts at their arrival; mixing both would be wrong.
-    counts = bool(load.admitted_tokens_total)
-    prompt_s, cached_s = rate("admitted_tokens_total" if counts else "prompt_tokens_total"), rate("cached_tokens_total")
-    reports_hits = counts or load.cached_tokens_total > 0 or not load.prompt_tokens_total
-    computed_s = rate("computed_tokens_total") if counts else max(0.0, prompt_s - cached_s)
-    return replace(
-        figures,
-        prompt_s=prompt_s if prefills else None,
-        cached_s=cached_s if prefills and reports_hits else None,
-        computed_s=computed_s if prefills else None,
-        output_s=rate("output_tokens_total"),
-        busy=min(1.0, rate("busy_us_total") / 1e6) if load.busy_us_total else None,
-    )
-
-
 def _sum(counts: Iterator[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
@@ -286,44 +184,3 @@ def _named(counts: Mapping[str, int], names: tuple[str, ...]) -> dict[str, int]:
         for name, count in sorted(counts.items())
         if name.startswith(names) and count
     }
-
-
-def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return each count in total and its growth since `before`; a count that restarted has not grown."""
-    return {name: (count, max(0, count - before.get(name, 0))) for name, count in now.items()}
-
-
-def _refused_before(now: Sample, before: Sample) -> dict[str, int]:
-    """Return the earlier refusals. The counts of a broker that did not answer then are taken as the present ones."""
-    unknown = {name: count for name, count in now.refused.items() if name.startswith("broker ")}
-    return before.refused if before.broker is not None else unknown | before.refused
-
-
-def _news(before: Sample, now: Sample) -> Iterator[News]:
-    """Yield the changes between two samples that are worth a line."""
-    if before.status.epoch != now.status.epoch:
-        yield News(now.wall, f"{now.status.controller} was started again", bad=True)
-    for key, rank in now.by_key.items():
-        was = before.by_key.get(key)
-        bad = rank.state in DEAD
-        if was is None:
-            yield News(now.wall, f"{name_of(rank)} joined, {rank.state}", bad)
-        elif was.epoch != rank.epoch:
-            yield News(now.wall, f"{name_of(rank)} was started again, {rank.state}", bad=True)
-        elif was.state != rank.state:
-            yield News(now.wall, f"{name_of(rank)}: {was.state} -> {rank.state}", bad)
-    for key, rank in before.by_key.items():
-        if key not in now.by_key:
-            yield News(now.wall, f"{name_of(rank)} is forgotten")
-    if (before.broker is None) != (now.broker is None):
-        gone = now.broker is None
-        yield News(now.wall, "no broker answers" if gone else "a broker answers again", bad=gone)
-    elif before.broker is not None and now.broker is not None and before.broker.epoch != now.broker.epoch:
-        yield News(now.wall, "the broker was started again", bad=True)
-    for counts, earlier, what in (
-        (now.failed, before.failed, "failed"),
-        (now.refused, _refused_before(now, before), "refused"),
-    ):
-        more = {name: new for name, (_, new) in _grown(counts, earlier).items() if new > 0}
-        if more and before.status.epoch == now.status.epoch:
-            yield News(now.wall, f"{what}: " + ", ".join(f"{name} {new}" for name, new in more.items()), bad=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.histogram import quantile
-from bus.wire.messages import RankStatus
+from bus.wire.messages import QueueStatus, RankStatus
 
 
 def name_of(rank: RankStatus) -> str:
@@ -55,3 +55,15 @@ def share(value: float | None) -> str:
 def quantile_of(counts: Sequence[int], q: float) -> str:
     """Return the quantile `q` (0 to 1) of latency counts (`bus.histogram`) as `seconds` does; `-` without any."""
     return seconds(quantile(counts, q))
+
+
+def queue_words(queue: QueueStatus) -> list[str]:
+    """Return what waits by kind, by priority if there are several, and the keys with most, as words."""
+    kinds = [
+        f"{kind.requests} for {'+'.join(kind.roles)}" + (f" of {kind.model}" if kind.model else "")
+        + (" (a rank of their own choice)" if kind.pinned else "")
+        for kind in queue.kinds
+    ]  # fmt: skip
+    priorities = [f"priority {priority}: {count}" for priority, count in queue.priorities]
+    keys = [f"{key} {count}" for key, count in queue.keys if key]
+    return [f"the first for {age(queue.oldest_s)}", *kinds, *(priorities if len(priorities) > 1 else []), *keys]

@@ -77,6 +77,8 @@ class Watcher(threading.Thread):
         self._interval_s = interval_s
         self._wake = wake
         self._leaving = threading.Event()
+        self._events_from = 0
+        self._epoch = 0  # of the controller that answered last
 
     def run(self) -> None:
         """The thread's loop; `start` runs it."""
@@ -97,8 +99,13 @@ class Watcher(threading.Thread):
 
     def _ask(self) -> Sample | str:
         try:
-            status = self._client.status(timeout_s=ASK_S)
+            status = self._client.status(timeout_s=ASK_S, events_from=self._events_from)
         except PeerLost:
             return "the controller does not answer; what is shown is old"
+        if self._epoch not in (0, status.epoch):
+            self._events_from = 0  # another start numbers its own events from 1
+        elif status.events:
+            self._events_from = status.events[-1].number + 1
+        self._epoch = status.epoch
         at, wall = time.monotonic(), time.time()
         return Sample(at, wall, status, self._broker.ask())

@@ -5,6 +5,7 @@ Text from peers passes `printable` before it is shown; names of ranks cannot hol
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,8 +13,11 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from bus.runtime.cli import printable
-from pdbus.fleet.figures import WINDOW_S, Figures, History, News, RankFigures, slo_of, trouble_of
-from pdbus.fleet.formatting import age, name_of, number, seconds, share
+from bus.wire.messages import Status
+from pdbus.fleet.conditions import held_tokens, sentence_of
+from pdbus.fleet.figures import Figures, RankFigures, slo_of, trouble_of
+from pdbus.fleet.formatting import age, name_of, number, queue_words, seconds, share
+from pdbus.fleet.history import WINDOW_S, History, News
 from pdbus.top.table import COLUMNS, table_of
 from pdbus.top.view import KEYS, View, key_of
 from pdbus.top.widgets import DIM, PLAIN, bar, colour_of, fact, quantiles, spark, warning
@@ -96,6 +100,7 @@ def _summary(figures: Figures, width: int) -> list[Text]:
     if slo := slo_of(status):
         kept, missed, exempt = (f"{count} {name}" for name, count in slo.items())
         left.append(fact("in time", kept, (missed, warning(slo["missed"])), exempt, "of first tokens with an SLO"))
+    left += _queue(status)
     left.append(_faults("failed", figures.failed).append(" ").append_text(_faults("refused", figures.refused)))
     if status.ranks and not any(rank.endpoint for rank in status.ranks):
         left.append(Text.assemble((" loads are shown to an admin's key alone", "yellow")))
@@ -103,7 +108,24 @@ def _summary(figures: Figures, width: int) -> list[Text]:
     left += [Text.assemble((f" ! {line}", "bold red")) for line in wrong[:TROUBLE_LINES]]
     if more := len(wrong) - TROUBLE_LINES:
         left += [Text.assemble((f" ! and {more} more", "bold red"))] * (more > 0)
+    left += _conditions(figures)
     return [*left, Text()]
+
+
+def _conditions(figures: Figures) -> list[Text]:
+    """Return the ranks that are slow or full, and why, and how many more there are."""
+    found = [sentence_of(each.rank, one) for each in figures.ranks for one in each.conditions]
+    lines = [Text.assemble((f" ~ {printable(line)}", "yellow")) for line in found[:TROUBLE_LINES]]
+    more = len(found) - TROUBLE_LINES
+    return [*lines, Text.assemble((f" ~ and {more} more", "yellow"))] if more > 0 else lines
+
+
+def _queue(status: Status) -> list[Text]:
+    """Return a line of what waits in the central queue, if anything does."""
+    queue, waiting = status.queue, status.counts.get("queue_requests", 0)
+    if queue is None:
+        return [fact("queue", "- (this controller is older, and does not say what waits)")] if waiting else []
+    return [fact("queue", *map(printable, queue_words(queue)))] if queue.requests else []
 
 
 def _faults(what: str, by_name: dict[str, tuple[int, int]]) -> Text:
@@ -117,9 +139,13 @@ def _faults(what: str, by_name: dict[str, tuple[int, int]]) -> Text:
 def _ranks_and_news(figures: Figures, news: Sequence[News], view: View, width: int, height: int) -> list[Text]:
     ranks = view.ordered(figures.ranks)
     kept = min(len(news), NEWS_LINES, max(0, height - 2 - min(LEAST_ROWS, len(ranks))))
+    silent = figures.sample.status.events is None and any(each.rank.endpoint for each in ranks)
+    kept += silent
     lines = table_of(ranks, view, width, height - (kept + 1 if kept else 0))
     if kept:
         lines.append(Text())
+        if silent:
+            lines.append(Text.assemble((" this controller is older than this pdbus, and keeps no events", DIM)))
         for each in news[-max(kept, height - len(lines)) :]:
             clock = time.strftime("%H:%M:%S", time.localtime(each.wall))
             lines.append(Text.assemble((f" {clock}  ", DIM), (printable(each.text), "red" if each.bad else PLAIN)))
@@ -149,22 +175,48 @@ def _detail(each: RankFigures, history: History, width: int) -> list[Text]:
     ]  # fmt: skip
     if load is not None:
         slots = f" {load.running}+{load.waiting} of {load.max_running}"
-        memory = f" {number(load.kv_tokens)} of {number(load.kv_capacity)} tokens"
+        memory = f" {number(held_tokens(rank, load))} of {number(load.kv_capacity)} tokens"
         lines += [
             fact("slots").append_text(bar(each.slots, bars)).append(slots),
             fact("kv").append_text(bar(each.kv, bars)).append(memory),
-            fact("busy").append_text(bar(each.busy, bars)).append(f" {share(each.busy)}, {number(load.step)} steps"),
+            fact(
+                "memory",
+                f"{_reported(load.kv_pinned)} kept for other ranks",
+                f"{_reported(load.kv_cached)} in its cache",
+            ),
+            fact(
+                "moved",
+                f"{_reported(load.kv_sent_bytes_total, 'B')} of KV caches sent",
+                f"{_reported(load.kv_received_bytes_total, 'B')} received",
+            ),
+            fact("busy")
+            .append_text(bar(each.busy, bars))
+            .append(f" {share(each.busy)}, {number(load.step)} steps, {seconds(each.step_s)} each"),
         ]
+        if None in (load.kv_pinned, load.kv_cached, load.kv_sent_bytes_total):
+            lines.append(fact("", ("-: its engine, or its version, does not say it", DIM)))
+    lines += [fact(what, (printable(why), "yellow")) for what, why in each.conditions]
     for label, values in (
-        ("requests", [seen.estimate_requests for seen in series]),
-        ("queued", [seen.load.waiting_tokens if seen.load is not None else 0 for seen in series]),
-        ("kv", [seen.load.kv_tokens if seen.load is not None else 0 for seen in series]),
+        ("requests", [row.estimate_requests for row in series]),
+        ("queued", [_known(row.waiting_tokens) for row in series]),
+        ("kv", [_known(row.kv_tokens) for row in series]),
     ):
+        if not values:
+            continue
+        values = values[-bars:]
         graph = Text.assemble(
             (spark(values, bars), "cyan"), (f"  {number(values[-1])}, at most {number(max(values))}", DIM)
         )
         lines.append(fact(label).append_text(graph))
     return lines
+
+
+def _known(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
+
+
+def _reported(value: int | None, unit: str = "") -> str:
+    return "-" if value is None else number(value) + unit
 
 
 def _help() -> list[Text]:
@@ -173,7 +225,9 @@ def _help() -> list[Text]:
     lines = [one.append(" " * (40 - one.cell_len)) for one in keys[:half]]
     for line, other in zip(lines, keys[half:], strict=False):
         line.append_text(other)
-    lines.append(Text.assemble((f" Rates and latencies are of the last {WINDOW_S:.0f} seconds.", DIM)))
+    lines.append(
+        Text.assemble((f" Rates and latencies are of the last {WINDOW_S:.0f} seconds, graphs of minutes.", DIM))
+    )
     return lines + [Text.assemble((f" {column.name:<9}", "bold"), column.meaning) for column in COLUMNS]
 
 

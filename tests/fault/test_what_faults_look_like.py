@@ -22,7 +22,8 @@ from terminal import pattern
 from bus.endpoints import BusAddress
 from nodes import RankFacts, RankLink
 from pdbus.client import Client
-from pdbus.fleet.figures import History, Sample
+from pdbus.fleet.figures import Sample
+from pdbus.fleet.history import History
 from pdbus.fleet.source import BrokerStatusClient, Watcher
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.launcher.child import Child
@@ -102,7 +103,7 @@ class Scene:
         self.wake = os.open(os.devnull, os.O_WRONLY)
         exits.callback(os.close, self.wake)
         self.watch = self.watching(live.cluster.bus, live.cluster.controller)
-        self.watch.until("decode-0/1 …ready")  # it tells of changes only, so it has to see what was before
+        self.watch.until("decode-0/1 …ready")
 
     def watching(self, bus: str, controller: str) -> Watch:
         watch = Watch(bus, controller, self.wake)

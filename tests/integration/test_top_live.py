@@ -108,7 +108,7 @@ def test_a_killed_rank_shows_in_top_and_status(cluster: Cluster, on_screen: Call
     screen = on_screen(*where(cluster), "--interval-s", "0.2")
     screen.until("3 ready", "prefill-0/0", "decode-0/0", "decode-0/1", "0 expired", "tpot99", "q  quit")
     os.kill(cluster.children["decode-0/1"].pid, signal.SIGKILL)
-    screen.until("2 ready  1 lost", "! decode-0/1 is lost for", "decode-0/1: ready -> lost")
+    screen.until("2 ready  1 lost", "! decode-0/1 is lost for", "decode-0/1 is lost: ")
     screen.press("\x1b[F\r")  # the last rank, in detail
     screen.until("decode-0/1  decode  lost", "epoch", "of 256")
     screen.press("\r?")

@@ -3,10 +3,12 @@ by part under load in the order of docs/deploy.md, and back again, while clients
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,14 @@ import release_010
 from part_process import WAIT_S, PartProcess
 from release_010_starts import Starts
 
+from bus.endpoints import BusAddress
 from nodes.own.engines.sim import SIM_VOCAB_SIZE
+from pdbus.client import Client
+from pdbus.fleet.figures import Sample
+from pdbus.fleet.history import History
+from pdbus.fleet.source import BrokerStatusClient
+from pdbus.top.screen import lines_of
+from pdbus.top.view import View
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ORDER = ("broker", "controller", "decode/0", "decode/1", "prefill/0", "prefill/1")
@@ -40,23 +49,23 @@ class Versions:
 
     def __init__(self, old: Path, place: Path) -> None:
         self._paths = {"old": str(old), "new": ""}
-        self._place = place
+        self.place = place
         self.parts: dict[str, PartProcess] = {}
         self.clients = {version: self._client(path) for version, path in self._paths.items()}
 
     def start(self, part: str, version: str) -> None:
         """READY on return."""
         role, _, rank = part.partition("/")
-        bus, controller = ("--bus", f"ipc://{self._place}/bus"), ("--controller", f"ipc://{self._place}/c")
+        bus, controller = ("--bus", f"ipc://{self.place}/bus"), ("--controller", f"ipc://{self.place}/c")
         line = {
             "broker": ("bus", *bus),
             "controller": ("controller", *bus, *controller, "--prefill-method", "total_tokens"),
         }.get(role) or (
-            f"nodes.{role}", *bus, *controller, "--data", f"ipc://{self._place}", "--engine", "sim", "--model", "sim",
+            f"nodes.{role}", *bus, *controller, "--data", f"ipc://{self.place}", "--engine", "sim", "--model", "sim",
             "--dp-size", "2", "--dp-rank", rank, "--sim-base-s", "0.002",
         )  # fmt: skip
         self.parts[part] = PartProcess(
-            [sys.executable, "-P", "-m", *line], self._place / "log", {"PYTHONPATH": self._paths[version]}
+            [sys.executable, "-P", "-m", *line], self.place / "log", {"PYTHONPATH": self._paths[version]}
         )
         self.parts[part].until_ready()
 
@@ -79,7 +88,7 @@ class Versions:
         return said
 
     def log(self) -> str:
-        return (self._place / "log").read_text(encoding="utf-8")[-4000:]
+        return (self.place / "log").read_text(encoding="utf-8")[-4000:]
 
     def close(self) -> None:
         for client in self.clients.values():
@@ -89,11 +98,11 @@ class Versions:
             part.close()
 
     def _client(self, path: str) -> subprocess.Popen[str]:
-        with open(self._place / "log", "a", encoding="utf-8") as log:
+        with open(self.place / "log", "a", encoding="utf-8") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-c", CLIENT, f"ipc://{self._place}/c"],
+                [sys.executable, "-P", "-c", CLIENT, f"ipc://{self.place}/c"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env=os.environ | {"PYTHONPATH": path}, cwd=self._place,
+                env=os.environ | {"PYTHONPATH": path}, cwd=self.place,
             )  # fmt: skip
 
 
@@ -139,6 +148,33 @@ def test_they_are_two_versions(old: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [len(each) for each in said] == [1, 1]
     assert said[0] != said[1]
+
+
+def test_todays_status_and_top_of_the_release_say_what_it_does_not_know(cluster: Versions) -> None:
+    """One sentence or a dash each, and no traceback."""
+    at = ("--controller", f"ipc://{cluster.place}/c", "--bus", f"ipc://{cluster.place}/bus")
+    cluster.ask(4)
+    cluster.answers()
+    for more in ((), ("--json",)):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "pdbus", "status", "--events", "0", *at, *more],
+            capture_output=True, text=True, timeout=WAIT_S, check=True,
+        )  # fmt: skip
+        assert not done.stderr
+        if more:
+            said = json.loads(done.stdout)
+            assert (said["controller"]["events"], said["controller"]["queue"], said["conditions"]) == (None, None, [])
+        else:
+            assert "events: - (this controller is older than this pdbus, and keeps none)" in done.stdout
+    with Client(at[1]) as client, BrokerStatusClient(BusAddress(at[3])) as broker:
+        history = History()
+        for _ in range(2):
+            seen = client.status(timeout_s=WAIT_S, events_from=0)
+            history.add(Sample(time.monotonic(), time.time(), seen, broker.ask()))
+    chosen = seen.ranks[0].instance, seen.ranks[0].dp_rank
+    for page, words in (("ranks", "older than this pdbus, and keeps no events"), ("rank", "- kept for other ranks")):
+        shown = lines_of(history, View(page=page, chosen=chosen), 120, 40, where=at[1])
+        assert any(words in line.plain for line in shown), [line.plain for line in shown]
 
 
 def test_an_upgrade_part_by_part_and_back_loses_nothing(cluster: Versions) -> None:

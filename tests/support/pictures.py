@@ -20,7 +20,8 @@ from rich.text import Text
 from bus.endpoints import BusAddress
 from bus.errors import BusError
 from pdbus.client import Client
-from pdbus.fleet.figures import History, Sample
+from pdbus.fleet.figures import Sample
+from pdbus.fleet.history import History
 from pdbus.fleet.source import BrokerStatusClient
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.top.screen import lines_of

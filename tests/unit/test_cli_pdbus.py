@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import shlex
@@ -17,17 +18,21 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from status_world import rank, sample
 
 from bus import build
 from bus.errors import BusError, ConfigError
 from bus.runtime.keys import load_keys
-from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
+from bus.wire.messages import BrokerStatus, ControllerEvent, Load, QueuedKind, QueueStatus, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
 from pdbus.commands.drain import silence_of
 from pdbus.commands.generate import _show
-from pdbus.commands.status import _requests, _row, as_dict
+from pdbus.commands.status import _requests, _row, _show_events, as_dict
+from pdbus.commands.status import _show as _show_status
 from pdbus.commands.up import up
+from pdbus.fleet.figures import Sample
+from pdbus.fleet.history import History
 
 
 def run(*arguments: str) -> click.testing.Result:
@@ -209,13 +214,53 @@ def test_the_front_door_is_cheap_and_complete() -> None:
         package.nothing  # noqa: B018
 
 
+def seen_once(seen: Status, broker: BrokerStatus | None = None) -> tuple[Sample, History]:
+    history, taken = History(), Sample(1.0, 2.0, seen, broker)
+    history.add(taken)
+    return taken, history
+
+
+def printed(seen: Status, events: bool = False) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    _show_status(console, *seen_once(seen), bus="ipc:///b", keys="")
+    if events:
+        _show_events(console, seen)
+    return console.export_text()
+
+
+def test_status_names_full_ranks_what_waits_and_events() -> None:
+    queue = QueueStatus(3, 2.5, (QueuedKind("m", ("prefill", "decode"), 3),), ((1, 1), (0, 2)), (("clients/al", 3),))
+    events = (ControllerEvent(7, 10**15, "lost", "decode-0", 1, "time", "its connection\x1b is gone", True),)
+    seen = sample(0.0, rank(load={"running": 8}), rank("prefill-0")).status
+    seen = msgspec.structs.replace(seen, queue=queue, events=events)
+    text = printed(seen, events=True)
+    for words in (
+        "~ decode-0/0 is full: 8 of 8 run slots are in use, and 1 requests wait",
+        "queue: the first for 2.5s, 3 for prefill+decode of m, priority 1: 1, priority 0: 2, clients/al 3",
+        "decode-0/1 is lost: its connection\\x1b is gone",
+    ):
+        assert words in text, text
+    said = as_dict(*seen_once(seen))
+    assert said["conditions"] == ["decode-0/0 is full: 8 of 8 run slots are in use, and 1 requests wait"]
+    assert said["trouble"] == [], "it serves"
+    assert said["controller"]["queue"]["keys"] == [["clients/al", 3]]
+    assert said["controller"]["events"][0]["number"] == 7
+
+
+def test_status_of_an_older_controller_says_that_it_keeps_no_events() -> None:
+    old = printed(sample(0.0, rank(), rank("prefill-0"), queue_requests=2).status, events=True)
+    assert "events: - (this controller is older than this pdbus, and keeps none)" in old
+    client = printed(sample(0.0, rank(endpoint="")).status, events=True)
+    assert "events: - (they are for an admin's key)" in client
+
+
 def test_status_as_json_names_every_field() -> None:
     load = Load(seq=1, step=2, running=3, waiting=4, waiting_tokens=5, kv_tokens=6, kv_capacity=7, max_running=8)
     rank = RankStatus(
         "decode-0", 1, "decode", "sim", "ready", 9, "ipc:///d", 100, 0.5, load, 1, 20, 8, 46, 1, 5, 4, 0
     )  # fmt: skip
     seen = Status(1, "controller-0", 2, 3.0, {"decode": "total_tokens"}, {"done": 4}, (rank,))
-    told = json.loads(json.dumps(as_dict(seen, BrokerStatus(1, 2, 3.0, {"rooms_alive": 0}))))
+    told = json.loads(json.dumps(as_dict(*seen_once(seen, BrokerStatus(1, 2, 3.0, {"rooms_alive": 0})))))
     (first,) = told["controller"]["ranks"]
     assert {
         "role",
@@ -229,7 +274,7 @@ def test_status_as_json_names_every_field() -> None:
     } <= (first.keys())
     assert first["load"]["kv_tokens"] == 6
     assert told["broker"]["counts"] == {"rooms_alive": 0}
-    assert as_dict(seen, None)["broker"] is None
+    assert as_dict(*seen_once(seen))["broker"] is None
     assert silence_of(rank) == "it has been silent for 0 s"
     assert silence_of(msgspec.structs.replace(rank, report_age_s=-1.0)) == "it never reported"
 

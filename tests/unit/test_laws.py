@@ -25,7 +25,8 @@ from bus.wire.messages import Cancel, CancelLeg, Dispatch, Done, Load, Params, P
 from controller.events import FromClient, FromNode, ToNode, Undelivered
 from controller.observe import EVENTS, collect
 from pdbus.edge.metrics import Counts
-from pdbus.fleet.figures import Figures, History, Sample
+from pdbus.fleet.figures import Figures, Sample
+from pdbus.fleet.history import History
 
 ROOT = Path(__file__).parents[2]
 of_sources = pytest.mark.skipif(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+from msgspec import structs
 from status_world import latencies, rank, sample
 
-from pdbus.fleet.figures import WINDOW_S, History, RankFigures, trouble_of
+from bus.wire.messages import ControllerEvent
+from pdbus.fleet.figures import RankFigures, trouble_of
 from pdbus.fleet.formatting import age, number, quantile_of, seconds
+from pdbus.fleet.history import WINDOW_S, History
 
 
 def history(*samples: object) -> History:
@@ -62,7 +68,6 @@ def test_a_new_start_counts_for_itself_and_its_latencies_go_on() -> None:
     figures = of(made, "decode-0")
     assert (figures.output_s, figures.requests_s) == (10.0, 1.0)
     assert sum(figures.ttft) == 1
-    assert [news.text for news in made.news] == ["decode-0/0 was started again, ready"]
 
 
 def test_a_controller_that_counts_anew_makes_no_negative_rates() -> None:
@@ -73,23 +78,34 @@ def test_a_controller_that_counts_anew_makes_no_negative_rates() -> None:
     assert [news.text for news in made.news] == ["controller-0 was started again"]
 
 
-def test_news_tell_what_a_person_would_want_to_have_seen() -> None:
-    made = history(
-        sample(0.0, rank(), rank("prefill-0"), broker={}),
-        sample(1.0, rank(state="lost"), rank("prefill-0"), failed_peer_lost=3, rejected_version=1),
-        sample(2.0, rank(epoch=2, state="starting"), rank("unified-0", 3), broker={}, failed_peer_lost=3,
-               rejected_version=1),
-    )  # fmt: skip
+def test_news_are_the_controllers_events_and_what_a_watcher_sees_itself() -> None:
+    def event(number: int, what: str, instance: str = "", **more: Any) -> ControllerEvent:
+        return ControllerEvent(number, (10**9 + number) * 10**6, what, instance, **more)
+
+    lost = event(3, "lost", "decode-0", phrase="its connection is gone", bad=True)
+    first = (event(1, "started", phrase="c, epoch 7"), event(2, "joined", "decode-0", phrase="decode of m"))
+    made = History()
+    for at, events, broker in (
+        (0.0, first, {}),
+        (1.0, (lost,), None),
+        (2.0, (lost, event(4, "failed", code="peer_lost", phrase="3 requests", bad=True)), {}),
+    ):
+        seen = sample(at, rank(), broker=broker)
+        made.add(replace(seen, status=structs.replace(seen.status, events=events)))
+    assert made.next_event == 5
     assert [(news.text, news.bad) for news in made.news] == [
-        ("decode-0/0: ready -> lost", True),
+        ("started: c, epoch 7", False),
+        ("decode-0/0 joined: decode of m", False),
+        ("decode-0/0 is lost: its connection is gone", True),
         ("no broker answers", True),
-        ("failed: peer_lost 3", True),
-        ("refused: version 1", True),
-        ("decode-0/0 was started again, starting", True),
-        ("unified-0/3 joined, ready", False),
-        ("prefill-0/0 is forgotten", False),
+        ("failed peer_lost: 3 requests", True),
         ("a broker answers again", False),
     ]
+    assert [news.event.number for news in made.news if news.event is not None] == [1, 2, 3, 4]
+    assert made.news[2].wall == 10**9 + 3
+    again = sample(3.0, rank(), epoch=8)  # another start, asked from 5 on as it was: its own numbers are asked for anew
+    made.add(replace(again, status=structs.replace(again.status, events=(event(5, "joined", "u"),))))
+    assert (made.next_event, made.news[-1].text) == (0, "controller-0 was started again")
 
 
 def test_what_the_broker_refuses_is_told_beside_what_the_controller_does() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from status_world import latencies, rank, sample
 
-from pdbus.fleet.figures import History
+from pdbus.fleet.history import History
 from pdbus.top.keys import keys_in
 from pdbus.top.screen import lines_of
 from pdbus.top.table import COLUMNS, fitting
