@@ -7,7 +7,7 @@ from controller.load.groups import Metric
 from controller.load.rank import RankLoad
 from controller.policies.methods import CacheAware
 
-DELAY = 0.5  # what a second counts by which a request that decodes is delayed, in seconds until a first token
+DELAY = 0.1  # what a second counts by which a request that decodes is delayed, in seconds until a first token
 READ_S = 0.005  # that a prefill rank waits for the decode rank's first answer
 GUESS_S = 1e-4  # of a prompt token, before any report shows its pace
 
