@@ -11,6 +11,7 @@ then has the prompt and the output so far, and `offset` is the number of output 
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from math import inf
@@ -29,6 +30,7 @@ from bus.wire.messages import (
     Location,
     MemberKey,
     Message,
+    Submit,
     Tokens,
 )
 from pdbus.client.output import Deliver, Ended, Result
@@ -48,6 +50,7 @@ MAX_AVOID = 16  # the protocol's limit: ranks to avoid
 USED_S = 60.0  # a rid used again this soon after its end continues its attempts, so that late messages are older
 AHEAD = 32  # and leaves out so many: its controller may have made some that this client has not heard of
 MAX_USED = 16_384
+SUBMITS_A_TICK = 64  # that no queue took
 UNTAKEN_S = 10.0  # a goodbye that a queue does not take is sent again for so long; ranks end unread legs by then
 MAX_UNTAKEN = 1024
 
@@ -85,6 +88,7 @@ class ClientCore:
         # goodbyes that their queues did not take, by peer and rid, and until when they are sent again; those sent again
         self._untaken: dict[tuple[str, str], tuple[Send, float]] = {}
         self._sent_again: dict[tuple[str, str], float] = {}
+        self._unsubmitted: dict[SubmitKey, None] = {}  # those whose `Submit` no queue took, in order
         self._unattached: dict[str, int] = {}  # rids whose `Attach` no queue took, and its attempt
 
     def __len__(self) -> int:
@@ -143,9 +147,11 @@ class ClientCore:
 
     def untaken(self, send: Send, now: float) -> None:
         """Note that the queue of its peer did not take a message. A goodbye (`Detach`, `Cancel`) is sent again with the
-        next tick, for UNTAKEN_S, and an `Attach` while it is wanted, since ranks soon end a leg without a reader; what
-        else matters is repeated anyway."""
+        next tick, for UNTAKEN_S, an `Attach` while it is wanted, since ranks soon end a leg without a reader, and a
+        `Submit` while it has no answer."""
         message = send.message
+        if isinstance(message, Submit):
+            self._unsubmitted[send.peer, message.rid] = None
         if isinstance(message, Attach):
             self._unattached[message.rid] = message.attempt
         if isinstance(message, (Detach, Cancel)):
@@ -155,11 +161,13 @@ class ClientCore:
                 self._untaken[key] = send, until
 
     def tick(self, now: float) -> list[Action]:
-        """Check deadlines, silent streams, missing answers and waits before a retry, and send goodbyes and attaches
-        again that no queue took. Call it several times a second."""
+        """Check deadlines, silent streams, missing answers and waits before a retry, and send goodbyes, attaches and
+        submits again that no queue took. Call it several times a second."""
         actions: list[Action] = self._send_again() if self._untaken or self._sent_again else []
         if self._unattached:
             actions += self._attach_again()
+        if self._unsubmitted:
+            actions += self._submit_again(now)
         for request in list(self._requests.values()):
             actions += self._tick(request, now)
         return actions
@@ -187,6 +195,19 @@ class ClientCore:
             self._ask_stream(request)
             for request, attempt in wanted
             if request.state is State.RUNNING and request.endpoint and request.attached == attempt
+        ]
+
+    def _submit_again(self, now: float) -> list[Action]:
+        """Return submits that no queue took, but for those that have an answer by now: the first of them, because a
+        queue that is full takes few."""
+        keys = list(itertools.islice(self._unsubmitted, SUBMITS_A_TICK))
+        for key in keys:
+            del self._unsubmitted[key]
+        wanted = [(self._by_key[key], key) for key in keys if key in self._by_key]
+        return [
+            self._submit_message(request, key, now)
+            for request, key in wanted
+            if request.submit_states[key] is SubmitState.ASKED and request.state is not State.BACKOFF
         ]
 
     # --- inside: of one request ---------------------------------------------------------------------------------

@@ -179,6 +179,18 @@ def test_an_attach_that_no_queue_takes_is_sent_again_at_once() -> None:
     assert d.wait(0.5) == []
 
 
+def test_a_submit_that_no_queue_takes_is_sent_again_at_once_until_it_is_answered() -> None:
+    d = Driver()
+    (first,) = d.sent
+    for _ in range(3):
+        d.untaken([first])
+        assert d.wait(0.05) == [first.message]
+    assert d.wait(0.05) == [], "the queue took it"
+    d.untaken([first])
+    d.accept()
+    assert d.wait(0.05) == []
+
+
 def test_no_attach_is_sent_again_where_the_request_is_read_no_more() -> None:
     d = Driver()
     d.accept()
@@ -204,7 +216,7 @@ def test_no_goodbye_is_sent_to_where_the_request_is_again() -> None:
     submit = submit_in(d.take(d.core.tick(d.now + 0.2)))
     d.untaken(d.sent[-3:])
     assert submit.attempt == 2
-    assert d.wait(0.05) == [Detach("r", 1)], "a later attempt takes the place of one that was not cancelled"
+    assert d.wait(0.05) == [Detach("r", 1), submit], "a later attempt takes the place of one that was not cancelled"
     d.untaken(d.sent[-1:])
     assert d.accept(2, RANK_0) == [Attach("r", 2, 0, True, 9)]
     assert d.wait(1.0) == []
