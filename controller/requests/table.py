@@ -80,11 +80,12 @@ class RequestTable:
         kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
         if kept + request.frames_bytes > config.payload_bytes:
             raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
-        if live is None:
-            if self._of_client.get(request.client or request.peer, 0) >= config.client_requests:
-                raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
-            if len(self.requests) >= config.max_requests:
-                raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
+        owner = request.client or request.peer
+        one_more = live is None or (live.client or live.peer) != owner
+        if one_more and self._of_client.get(owner, 0) >= config.client_requests:
+            raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
+        if live is None and len(self.requests) >= config.max_requests:
+            raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
 
     def add(self, request: Request) -> None:
         """Add a request. If it is another request than the one that failed under its rid, it begins with a new

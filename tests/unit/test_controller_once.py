@@ -120,6 +120,15 @@ class TestIdentity:
         world.submit(submit("other"), peer="another")
         assert len(world.answers(Accepted)) == 3
 
+    def test_nor_by_taking_over_what_another_connection_has(self) -> None:
+        world = unified(client_requests=1)
+        world.submit(submit("r"))
+        world.submit(submit("mine"), peer="another")
+        world.submit(submit("r", attempt=2), peer="another")
+        assert failure(world).code == "too_many"
+        world.submit(submit("r", attempt=2), peer="back")
+        assert [accepted.attempt for accepted in world.answers(Accepted, "back")] == [2], "one that comes back may"
+
 
 class TestStart:
     def test_nothing_is_dispatched_on_an_empty_picture(self) -> None:
