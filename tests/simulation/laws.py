@@ -344,7 +344,7 @@ def at_rest(world: World) -> None:
     for asked in world.asked:
         if asked.lives:
             raise Broken("it ends", f"{asked.rid} (request {asked.spec.number}), from {asked.began:.3f} on", asked.rid)
-        if asked.ended is not None and any(when > asked.ended + KILLS_S for when, _ in asked.killed):
+        if any(asked.ended is not None and when > asked.ended + KILLS_S for when, _ in asked.killed):
             why = f"{asked.rid}, over at {asked.ended:.3f}, killed ranks at {asked.killed}"
             raise Broken("what is over takes no rank down", why, asked.rid)
     there: dict[tuple[str, int], NodeProcess] = {}

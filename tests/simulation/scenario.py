@@ -65,6 +65,7 @@ class Asked:
     result: Result | None = None
     ends: int = 0
     process: None = None  # the simulation's laws ask whose it is: a client's that does not crash
+    killed: tuple[()] = ()  # and what died of it
 
     def update(self, update: tuple[int, ...] | Result) -> None:
         if isinstance(update, Result):
