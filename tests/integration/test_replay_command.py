@@ -156,7 +156,7 @@ def test_unified_nodes_live_and_virtual_side_by_side(split: tuple[str, ...]) -> 
     assert done.returncode == 0, done.stderr
     live, virtual = json.loads(done.stdout)["methods"].values()
     assert live["requests"] == virtual["requests"] > 5
-    assert virtual["unified_busy"] - 0.1 < live["unified_busy"] <= 1  # a machine that is slow makes steps longer
+    assert virtual["unified_busy"] - 0.3 < live["unified_busy"] <= 1  # a slow machine makes steps longer
     assert live["unified_busy"] > 0 < live["tpot_mean_s"]
     assert (live["prefill_busy"] is None) == (virtual["prefill_busy"] is None) == (not split)
 
