@@ -46,16 +46,12 @@ class Scheduler:
         self._shares = StepShares()
         self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
         self._admitted: list[Sequence] = []
-        self.begun: deque[Sequence] = deque(
-            maxlen=max_running
-        )  # their prompts are computed from now on; the owner takes them
+        self.begun: deque[Sequence] = deque(maxlen=max_running)  # prompts that begin to be computed; the owner takes them
         self._in_step: list[Sequence] = []  # in the order of the plan's rows
         self._held = 0  # sequences in phase HELD
         self._held_tokens = 0  # of their prompts
         self._lent: dict[int, list[int]] = {}  # blocks kept for another rank, by the id of a sequence to come
-        self._coming: dict[
-            int, int
-        ] = {}  # by hash, blocks of prompts: the sequence that will be the first to compute it
+        self._coming: dict[int, int] = {}  # blocks of prompts, by hash: the sequence that is the first to compute it
         self._waiting_tokens = 0
         self._kv_tokens = 0
 
