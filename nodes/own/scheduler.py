@@ -46,7 +46,7 @@ class Scheduler:
         self._shares = StepShares()
         self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
         self._admitted: list[Sequence] = []
-        self.begun: deque[Sequence] = deque(maxlen=max_running)  # prompts that begin to be computed; the owner takes them
+        self.begun: deque[Sequence] = deque(maxlen=max_running)  # prompts being computed; the owner takes them
         self._in_step: list[Sequence] = []  # in the order of the plan's rows
         self._held = 0  # sequences in phase HELD
         self._held_tokens = 0  # of their prompts
