@@ -157,13 +157,13 @@ class History:
         counts begin at 0 again, the window begins again too."""
         last, at = self._last, sample.at
         self._began = at if self._began is None else self._began
-        anew = last is not None and last.status.epoch != sample.status.epoch
-        self._take_news(last, sample, anew)
-        if anew:
+        restarted = last is not None and last.status.epoch != sample.status.epoch
+        self._take_news(last, sample, restarted)
+        if restarted:
             self._marks.clear()
             self._counts_then = {}
         self._last = sample
-        self._follow(sample, anew)
+        self._follow(sample, restarted)
         self._mark(sample)
         watch_all(((track.now, track.watch) for track in self._ranks.values()), at)
         if not self.rows or at - self.rows[-1].at >= ROW_S - JITTER_S:
@@ -173,9 +173,9 @@ class History:
             for track in self._ranks.values():
                 self._add_rank_row(track, at)
 
-    def _take_news(self, last: Sample | None, sample: Sample, anew: bool) -> None:
+    def _take_news(self, last: Sample | None, sample: Sample, restarted: bool) -> None:
         status = sample.status
-        if anew:
+        if restarted:
             self.news.append(News(sample.wall, f"{status.controller} was started again", bad=True))
             self.next_event = 0  # its numbers begin again; what it says of those asked for is said then
             events: tuple[ControllerEvent, ...] = ()
@@ -195,7 +195,7 @@ class History:
             if more:
                 self.news.append(News(sample.wall, f"refused: {', '.join(more)}", bad=True))
 
-    def _follow(self, sample: Sample, anew: bool) -> None:
+    def _follow(self, sample: Sample, restarted: bool) -> None:
         """Take in each rank's new status, and add up what has grown since the last."""
         ranks, grown = self._ranks, self._grown
         for rank in sample.status.ranks:
@@ -205,7 +205,7 @@ class History:
                 ranks[key] = _Track(rank)
                 continue
             before, track.now = track.now, rank
-            if not anew:
+            if not restarted:
                 if rank.role != "prefill" and rank.ttft_counts != before.ttft_counts:
                     _add_to(self._fresh[0], since(rank.ttft_counts, before.ttft_counts))
                 if rank.tpot_counts != before.tpot_counts:
