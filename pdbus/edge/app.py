@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
 from typing import Any
 from urllib.parse import quote
 
@@ -23,6 +23,7 @@ from bus.runtime.epochs import wall_s
 from bus.runtime.logs import get_logger
 from bus.runtime.spans import Spans
 from bus.tracecontext import Span
+from pdbus import pages
 from pdbus.client import AsyncClient, Options
 from pdbus.edge import answers, fields, jobs, openapi
 from pdbus.edge.cluster import ServedModel, View
@@ -72,7 +73,6 @@ class Edge:
         self._keys = Keys(config.api_keys) if config.api_keys else None
         self._texts = jobs.TextLoader(config.tokenizers)
         self._live: dict[Exchange, Key | None] = {}
-        self._page = resources.files("pdbus.edge").joinpath("page.html").read_bytes()
         self.counts = Counts()
         self.view = View()
         self._asking: asyncio.Task[None] | None = None
@@ -172,6 +172,8 @@ class Edge:
         route = self._routes.get(exchange.path)
         if route is None and exchange.path.startswith("/v1/models/"):
             route = Route("GET", self._model)
+        elif route is None and pages.asset(exchange.path) is not None:
+            route = Route("GET", self._asset, open=True, of_cluster=False)
         if route is None:
             instead = FRONT if exchange.path in FRONT_PATHS else "see /docs"
             raise HttpError(404, f"there is no {exchange.path[:200]}; {instead}", code="not_found")
@@ -406,10 +408,17 @@ class Edge:
         await exchange.answer(200, openapi.document())
 
     async def _docs(self, exchange: Exchange) -> None:
-        await exchange.answer(200, openapi.page(), b"text/html; charset=utf-8")
+        await self._file(exchange, pages.File(openapi.page(), pages.HTML))
 
     async def _home(self, exchange: Exchange) -> None:
-        await exchange.answer(200, self._page, b"text/html; charset=utf-8")
+        await self._file(exchange, pages.page("chat"))
+
+    async def _asset(self, exchange: Exchange) -> None:
+        if (file := pages.asset(exchange.path)) is not None:
+            await self._file(exchange, file)
+
+    async def _file(self, exchange: Exchange, file: pages.File) -> None:
+        await exchange.answer(200, file.body, file.kind, pages.HEADERS)
 
 
 async def _stream(exchange: Exchange, generation: Generation, writer: answers.Writer) -> None:

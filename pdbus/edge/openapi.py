@@ -144,7 +144,7 @@ def document() -> bytes:
 def page() -> bytes:
     """Return the document as an HTML page: each endpoint with its fields; made at the first call."""
     api = msgspec.json.decode(document())
-    parts = [_STYLE, "<h1>pdbus serve</h1><p>The same <a href=/openapi.json>for programs</a>.</p>"]
+    parts = [_HEAD, "<h1>pdbus serve</h1><p>The same <a href=/openapi.json>for programs</a>.</p>"]
     schemas = api["components"]["schemas"]
     inner = dict(schemas)  # the types of fields, without the bodies themselves
     for path, methods in api["paths"].items():
@@ -176,10 +176,9 @@ def _fields(schema: dict[str, Any]) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-_STYLE = (
-    "<!doctype html><meta charset=utf-8><title>pdbus serve</title><style>body{font:15px/1.5 system-ui,sans-serif;"
-    "max-width:50rem;margin:2rem auto;padding:0 1rem}td{padding:.1rem 1rem .1rem 0;vertical-align:top}"
-    "h2{margin-top:2rem;font-size:1.1rem}h3{font-size:1rem}</style>"
+_HEAD = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    '<title>pdbus serve</title><link rel="icon" href="/pages/icon.svg"><link rel="stylesheet" href="/pages/docs.css">'
 )
 
 

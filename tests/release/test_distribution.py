@@ -22,6 +22,7 @@ from nodes.own.engines.sim import sim_generate
 ROOT = Path(__file__).parents[2]
 DIST = os.environ.get("PDBUS_DIST", "")
 PACKAGES = ("bus", "nodes", "controller", "pdbus")
+KINDS = ("*.py", "*.html", "*.js", "*.css", "*.svg")
 pytestmark = [
     pytest.mark.skipif(not DIST, reason="make test-dist builds the distribution and tests it"),
     pytest.mark.timeout(600),
@@ -84,7 +85,7 @@ def cores(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_the_packages_their_type_marks_and_the_license(wheel: Path) -> None:
-    sources = {path for package in PACKAGES for kind in ("*.py", "*.html") for path in (ROOT / package).rglob(kind)}
+    sources = {path for package in PACKAGES for kind in KINDS for path in (ROOT / package).rglob(kind)}
     marks = {ROOT / package / "py.typed" for package in PACKAGES}
     info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
     facts = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}

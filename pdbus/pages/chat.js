@@ -1,40 +1,3 @@
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>pdbus</title>
-<style>
-  :root { color-scheme: light dark; --line: #8884; --soft: #8881; --accent: #2563eb; }
-  * { box-sizing: border-box; }
-  body { font: 15px/1.5 system-ui, sans-serif; margin: 0; height: 100vh; display: flex; }
-  main { flex: 1; display: flex; flex-direction: column; max-width: 52rem; margin: 0 auto; padding: 0 1rem; min-width: 0; }
-  aside { width: 19rem; border-left: 1px solid var(--line); padding: 1rem; overflow: auto; font-size: 13px; }
-  header { display: flex; gap: .5rem; align-items: baseline; padding: 1rem 0 .5rem; }
-  h1 { font-size: 1.1rem; margin: 0; flex: 1; } h2 { font-size: .9rem; margin: 0 0 .5rem; }
-  #talk { flex: 1; overflow: auto; }
-  .turn { margin: .6rem 0; padding: .5rem .8rem; border-radius: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-  .user { background: var(--soft); margin-left: 4rem; } .error { color: #c22; }
-  .facts { font-size: 12px; opacity: .65; margin: -.3rem .8rem .6rem; }
-  form { display: flex; gap: .5rem; padding: .8rem 0 1rem; }
-  textarea { flex: 1; font: inherit; padding: .5rem; resize: none; border-radius: .5rem; border: 1px solid var(--line); }
-  button, input, select { font: inherit; padding: .3rem .8rem; border-radius: .5rem; border: 1px solid var(--line); }
-  button[type=submit] { background: var(--accent); color: #fff; }
-  input { width: 8rem; font-size: 13px; }
-  .rank { margin: .5rem 0; } .rank b { font-weight: 500; }
-  .bar { height: 5px; background: var(--soft); border-radius: 3px; overflow: hidden; }
-  .bar i { display: block; height: 100%; background: var(--accent); transition: width .4s; }
-  .away { opacity: .5; }
-  @media (max-width: 700px) { aside { display: none; } }
-</style>
-<main>
-  <header><h1>pdbus</h1><select id="model" hidden></select><input id="key" type="password" placeholder="API key, if any" autocomplete="off">
-    <button id="clear" type="button">New chat</button></header>
-  <div id="talk"></div>
-  <form id="form"><textarea id="text" rows="2" placeholder="Say something" autofocus></textarea>
-    <button type="submit" id="send">Send</button></form>
-</main>
-<aside><h2>Ranks</h2><div id="ranks">…</div><p><a href="/docs">API</a> · <a href="/metrics">metrics</a></p></aside>
-<script>
 "use strict";
 const $ = (id) => document.getElementById(id);
 let turns = [], running = null;
@@ -148,5 +111,3 @@ $("clear").addEventListener("click", () => { turns = []; $("talk").replaceChildr
 look();
 const question = new URLSearchParams(location.search).get("q");  // a link may ask
 if (question) ask(question);
-</script>
-</html>
