@@ -68,6 +68,23 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests begin first, one after another at three of the workers, so that none of them is what all others have
+    waited for at the end. (`worksteal` gives each worker its share of the list in a row.)"""
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    rest = [item for item in items if not item.get_closest_marker("slow")]
+    ends = [len(items) * (worker + 1) // workers for worker in range(workers)]
+    lanes = min(workers, 3)
+    items.clear()
+    for worker, end in enumerate(ends):
+        items += slow[worker::lanes] if worker < lanes else []
+        missing = max(0, end - len(items))
+        items += rest[:missing]
+        del rest[:missing]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the first fixture."""

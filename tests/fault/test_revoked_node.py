@@ -16,6 +16,7 @@ TOKENS = 300  # each at STEP_S at least: none of it ends by itself before a leas
 STEP_S = "0.02"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 @pytest.mark.parametrize("listed", [True, False], ids=["has the list of nodes", "has none"])
 def test_a_client_leaves_the_streams_of_a_revoked_node(tmp_path: Path, transport: Any, listed: bool) -> None:

@@ -26,6 +26,7 @@ def soak(*words: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_a_short_soak_is_clean_and_says_so_on_its_last_line() -> None:
     ran = soak(
         "--minutes",
@@ -52,6 +53,7 @@ def test_a_short_soak_is_clean_and_says_so_on_its_last_line() -> None:
     assert "accepted" in ran.stderr  # progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), ("--keys",)])
 def test_attackers_at_the_same_time_change_nothing_of_that(keys: tuple[str, ...]) -> None:
     ran = soak(
@@ -67,6 +69,7 @@ def test_attackers_at_the_same_time_change_nothing_of_that(keys: tuple[str, ...]
     assert found["keys"] is bool(keys)
 
 
+@pytest.mark.slow
 def test_conversations_lose_nothing_whichever_trip_they_make() -> None:
     ran = soak(
         "--minutes", "0.15", "--at-least", "50", "--kill-every-s", "1", "--seed", "8", "--unified", "0",

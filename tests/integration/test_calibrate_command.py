@@ -15,6 +15,7 @@ def pdbus(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_an_engine_is_measured_checked_and_replayed(tmp_path: Path) -> None:
     """How near the live run comes is this machine's business; that it is the same requests is ours."""
     sim = ("--engine", "sim", "--model", "sim", "--max-running", "8")

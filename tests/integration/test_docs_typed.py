@@ -124,6 +124,7 @@ def moved(text: str) -> str:
     return text.replace(":5550", f":{base}").replace(":5560", f":{base + 3}").replace(":8000", f":{base + 5}")
 
 
+@pytest.mark.slow
 def test_the_tutorial(place: Path) -> None:
     page = "\0".join(block.text for block in blocks(ROOT / "docs" / "tutorial.md") if block.info == "console")
     with Terminal(place / "out", PDBUS_DIR=str(place / "s"), COLUMNS="200") as terminal:

@@ -626,7 +626,6 @@ def test_ready_tells_whether_legs_may_come(cluster: Cluster) -> None:
     assert asked("/health") == (200, "ok\n")
 
 
-@pytest.mark.slow
 def test_the_tiny_model_through_the_pair_equals_the_unified_rank(cluster: Cluster) -> None:
     torch = ("--engine", "torch", "--model", "tiny", "--block-tokens", "8")
     cluster.node("prefill", *torch)

@@ -117,6 +117,7 @@ def test_replay_of_one_that_breaks_is_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_replay_live_runs_it_too() -> None:
     done = command("pdbus", "replay", "--live", "--duration-s", "8", "--ranks", "2", "--decode-ranks", "2", "--load",
                    "0.6", "--methods", EXAMPLE, "--json")  # fmt: skip

@@ -120,6 +120,7 @@ def test_a_cluster_that_does_not_start_shows_its_logs(tmp_path: Path) -> None:
     assert "log of broker" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_a_crashed_worker_of_xdist_leaves_is_shown_and_removed(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(
         "import os, pathlib, signal\n"

@@ -149,6 +149,7 @@ def test_errors_are_one_line_and_exit_2(arguments: tuple[str, ...], says: str) -
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [("--ranks", "1", "--decode-ranks", "1"), ()], ids=["mixture", "unified"])
 def test_unified_nodes_live_and_virtual_side_by_side(split: tuple[str, ...]) -> None:
     done = replay("--live", "--duration-s", "12", *split, "--unified-ranks", "2", "--load", "0.5", "--methods",
@@ -161,6 +162,7 @@ def test_unified_nodes_live_and_virtual_side_by_side(split: tuple[str, ...]) -> 
     assert (live["prefill_busy"] is None) == (virtual["prefill_busy"] is None) == (not split)
 
 
+@pytest.mark.slow
 def test_live_nodes_and_virtual_ones_side_by_side() -> None:
     done = replay("--live", "--duration-s", "12", "--ranks", "2", "--decode-ranks", "2", "--load", "0.7", "--methods",
                   "cache_aware", "--json", "--cache-blocks", "1000")  # fmt: skip
@@ -171,6 +173,7 @@ def test_live_nodes_and_virtual_ones_side_by_side() -> None:
     assert live["regret_mean_tokens"] is None
 
 
+@pytest.mark.slow
 def test_live_orders_take_turns_with_the_same_requests() -> None:
     done = replay("--live", "--duration-s", "5", "--ranks", "2", "--decode-ranks", "2", "--load", "1.2", "--methods",
                   "total_tokens", "--queue-order", "both", "--seeds", "2", "--markdown")  # fmt: skip

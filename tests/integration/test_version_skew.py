@@ -27,7 +27,7 @@ from pdbus.fleet.source import BrokerStatusClient
 from pdbus.top.screen import lines_of
 from pdbus.top.view import View
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 ORDER = ("broker", "controller", "decode/0", "decode/1", "prefill/0", "prefill/1")
 CLIENT = f"""
 import random, sys
@@ -177,6 +177,7 @@ def test_todays_status_and_top_of_the_release_say_what_it_does_not_know(cluster:
         assert any(words in line.plain for line in shown), [line.plain for line in shown]
 
 
+@pytest.mark.slow
 def test_an_upgrade_part_by_part_and_back_loses_nothing(cluster: Versions) -> None:
     """The parts of a role that is there twice go one after the other; requests run all the while."""
     right = Counter({"old: right": 1, "new: right": 1})

@@ -147,6 +147,7 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
         yield request.param(tmp_path, exits)
 
 
+@pytest.mark.slow
 def test_a_key_that_is_taken_from_the_list_is_let_go_of(stage: Stage) -> None:
     stage.send(b"listed")
     assert stage.arrives(b"listed")
