@@ -103,6 +103,8 @@ def _requests(world: World, controller: ControllerProcess) -> None:
         if live is None or not live.legs:
             continue
         for each in held:
+            if each.client not in (None, live.client):  # another's, who asked for it under the same rid
+                continue
             pulse = core.health.liveness.get(each.rank.key)
             if pulse is None or pulse.epoch != each.rank.epoch:
                 continue

@@ -83,7 +83,8 @@ def end(world: World, asked: Asked) -> None:
     if not world.spec.faults and max(_killed(asked).values(), default=0) > POISON:
         raise broken("a request takes few ranks down", f"{asked.killed}")
     lapsed = spec.prefill_controller >= 0 and lived_s > HOLD_S  # its decode leg waited longer than a KV cache is held
-    again = _namesakes(world, asked) or asked.rid in world.turned_down or lapsed
+    namesakes = _namesakes(world, asked)
+    again = namesakes or asked.rid in world.turned_down or lapsed
     match result.code:
         case "ok" if not felt and result.attempts > 1 and not again:
             raise broken("what no fault touches takes one try", "")
@@ -103,6 +104,8 @@ def end(world: World, asked: Asked) -> None:
             pass
         case "prefill_failed" | "unknown_room" if lapsed:  # what its last try met
             pass
+        case "fenced" | "kv_failed" if any(not other.ended or other.ended >= asked.began for other in namesakes):
+            pass  # each try of either ends a leg of the other's
         case "overloaded" if asked.rid in world.turned_down:
             pass
         case "too_many" if "client_requests" in dict(world.spec.settings):
