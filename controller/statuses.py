@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bus.rights import may
+from bus.rights import key_of, may
 from bus.wire.messages import Refused, Status
 from bus.wire.status import RANKS_PER_MESSAGE, without_loads
 from controller.event_log import EventLog
@@ -22,6 +22,7 @@ from controller.rank import Rank
 from controller.requests.queue import CentralQueue
 
 MAX_OPEN = 64
+MAX_OF_ONE = 8  # of one key, over all its connections; of one connection without keys
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +35,8 @@ class _Answer:
 
 
 class StatusAnswers:
-    """The answers under way, at most MAX_OPEN. `begin` returns a status without ranks for the id of a question, and
-    `ranks` what is known of each rank, in order. Methods append actions to `out`."""
+    """The answers under way, at most MAX_OPEN, and MAX_OF_ONE of one asker. `begin` returns a status without ranks for
+    the id of a question, and `ranks` what is known of each rank, in order. Methods append actions to `out`."""
 
     def __init__(
         self, begin: Callable[[int, float], Status], ranks: Callable[[], list[tuple[Rank, Liveness]]], events: EventLog,
@@ -55,8 +56,10 @@ class StatusAnswers:
         follow. One question too many gets Refused."""
         for open_one in [each for each in self._open if (each.peer, each.status.id) == (peer, id)]:
             self._open.remove(open_one)  # it asks again, so a part was lost; those of two answers would be mixed up
-        if len(self._open) >= MAX_OPEN:
-            out.append(ToClient(peer, Refused("too_many", f"{MAX_OPEN} such questions are open", id)))
+        mine = sum((key_of(each.peer) or each.peer) == (key_of(peer) or peer) for each in self._open)
+        if mine >= MAX_OF_ONE or len(self._open) >= MAX_OPEN:
+            what = f"{mine} of your questions for a status are being answered, {len(self._open)} of all: ask later"
+            out.append(ToClient(peer, Refused("too_many", what, id)))
             return
         ranks = self._ranks()
         answer = _Answer(peer, replace(self._begin(id, now), total=len(ranks)), ranks, events_from)

@@ -252,10 +252,23 @@ def test_a_question_that_is_repeated_takes_the_place_of_its_first_answer() -> No
     assert [part.remaining for part in parts_of(core, "a")["a"]] == [RANKS_PER_MESSAGE, 0]
 
 
+def refused(core: ControllerCore, peer: Any, questions: int) -> int:
+    answers = [a for number in range(questions) for a in core.handle(FromClient(peer, StatusQuery(number)), 2.0)]
+    assert all(isinstance(each, ToClient) and isinstance(each.message, Refused) for each in answers)
+    assert all(each.message.code == "too_many" for each in answers)
+    return len(answers)
+
+
 def test_open_answers_are_bounded() -> None:
     core = many(RANKS_PER_MESSAGE + 1)
-    answers: list[Any] = []
-    for number in range(100):
-        answers += core.handle(FromClient("a", StatusQuery(number)), 2.0)
-    assert len(answers) == 100 - 64
-    assert all(isinstance(each.message, Refused) and each.message.code == "too_many" for each in answers)
+    assert [refused(core, peer, 20) for peer in "abcdefgh"] == [12] * 8
+    assert refused(core, "i", 1) == 1, "64 are open"
+
+
+def test_one_asker_leaves_answers_for_others_whatever_it_connects_with() -> None:
+    core = many(RANKS_PER_MESSAGE + 1)
+    connections = [Known(name) for name in (b"1", b"2", b"3")]
+    for each in connections:
+        each.key = "admins/one"
+    assert [refused(core, each, 4) for each in connections] == [0, 0, 4]
+    assert refused(core, "another", 8) == 0
