@@ -122,13 +122,18 @@ class StepShares:
             self._left = {client: at for client, at in recent if client not in self._here}
         return len(self._here) + len(self._left) > 1
 
+    def in_turn(self, prompts: Iterable[Sequence], step: int) -> Iterable[Sequence]:
+        """Return `prompts` in the order in which a step computes them: those first whose client is least ahead."""
+        if not self.several(step):
+            return prompts
+        return sorted(prompts, key=lambda sequence: self._fair.clock(sequence.client))
+
     def divide(self, prompts: Iterable[Sequence], budget: int, step: int, least: int) -> list[tuple[Sequence, int]]:
-        """Return which prompts a step computes, and how many tokens of each, `budget` in all. A newcomer next to others
-        gets at least `least`. What each client got is charged to its clock."""
+        """Return which prompts, which are `in_turn`, a step computes, and how many tokens of each, `budget` in all. A
+        newcomer next to others gets at least `least`. What each client got is charged to its clock."""
         share = budget
         if self.several(step):
             share = max(SHARE_MIN, budget // SHARES)
-            prompts = sorted(prompts, key=lambda sequence: self._fair.clock(sequence.client))
         used: dict[str, int] = {}
         given = []
         for sequence in prompts:

@@ -279,7 +279,8 @@ class Scheduler:
         if prompts:
             size = self.pool.block_tokens
             budget = max(self.chunk_tokens - len(fed), size)  # prompts progress however many sequences decode
-            for sequence, count in self._shares.divide(map(self._match, prompts), budget, self.step, size):
+            looked_at = map(self._match, self._shares.in_turn(prompts, self.step))  # those alone that the step computes
+            for sequence, count in self._shares.divide(looked_at, budget, self.step, size):
                 self._note_begun(sequence)
                 sequence.fed = count
                 fed.append(sequence)
@@ -289,8 +290,10 @@ class Scheduler:
         there since it was admitted."""
         if sequence.computed > sequence.cached_tokens:
             return sequence
-        reusable, known = self._reusable(sequence), sequence.committed
-        if known < len(reusable) and self.pool.is_cached(reusable[known]):
+        hashes, known = sequence.hashes, sequence.committed
+        assert hashes is not None
+        if known < self._reusable_blocks(sequence) and self.pool.is_cached(hashes[known]):
+            reusable = self._reusable(sequence)
             more = len(self.pool.match_prefix(reusable)) - known
             if more > 0:
                 self.pool.release(sequence.table)
@@ -349,7 +352,11 @@ class Scheduler:
         """Return the hashes of the blocks that may come from the cache. At least the last prompt token is always
         computed, since its output is wanted."""
         assert sequence.hashes is not None
-        return sequence.hashes[: (len(sequence.prompt) - 1) // self.pool.block_tokens]
+        return sequence.hashes[: self._reusable_blocks(sequence)]
+
+    def _reusable_blocks(self, sequence: Sequence) -> int:
+        assert sequence.hashes is not None
+        return min(len(sequence.hashes), (len(sequence.prompt) - 1) // self.pool.block_tokens)
 
     def _admit(self) -> None:
         if not self._queue.lines:

@@ -134,6 +134,28 @@ def test_of_prompts_with_one_prefix_that_come_together_the_first_computes_it_for
     assert (s.waiting_tokens, s.pool.held) == (0, 0)
 
 
+@pytest.mark.parametrize("clients", ["a", "ab"])
+def test_a_step_looks_into_the_cache_for_the_prompts_that_it_computes(clients: str) -> None:
+    class Pool(BlockPool):
+        looked = 0
+
+        def is_cached(self, block_hash: int) -> bool:
+            self.looked += 1
+            return super().is_cached(block_hash)
+
+    pool = Pool(256, 4)
+    s = Scheduler(pool, max_running=32, chunk_tokens=8)
+    for number in range(32):
+        sequence = Sequence(number, [100 + number] * 20, 1)
+        sequence.client = clients[number % len(clients)]
+        s.add(sequence)
+    run(s)
+    before = pool.looked
+    for _ in range(4):
+        run(s)
+    assert pool.looked - before <= 4 * 3, "28 others wait"
+
+
 def test_what_a_cancelled_prompt_would_have_computed_the_next_one_does() -> None:
     s, prefix = scheduler(), list(range(12))
     s.add(Sequence(1, [*prefix, 90], 1))
