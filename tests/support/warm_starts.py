@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -80,6 +81,7 @@ PYTHONS = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN, signa
 RESTORED = {signal.SIGPIPE, signal.SIGXFSZ}  # by Popen, if the caller ignores them
 CLONE_PARENT, PR_GET_TID_ADDRESS = 0x8000, 40
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine) if sys.platform == "linux" else None
+LATE_S = 200.0  # after which a server that is not ready says where it stands
 WAIT_S = 240.0  # a server that is late is still sooner than a start without it
 NAME = "warm_starts"  # of servers, in /proc
 MESSAGE_BYTES = 1 << 18
@@ -267,7 +269,10 @@ def main(prepare: Callable[[], list[random.Random]]) -> None:
     asked = socket.socket(fileno=os.dup(0))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before a child has its handlers waits for them
     discard(0, 1)
-    drawn = prepare()
+    with open(os.dup(2), "w") as told:  # whoever waits for this gives up soon after, and would not know why
+        faulthandler.dump_traceback_later(LATE_S, file=told)
+        drawn = prepare()
+        faulthandler.cancel_dump_traceback_later()
     Path("/proc/self/comm").write_text(NAME)
     settle()
     discard(2)
