@@ -12,16 +12,16 @@ from typing import Any, Literal, TypeAlias
 
 from bus.wire import topics
 
-KeyRole: TypeAlias = Literal["brokers", "controllers", "nodes", "clients", "admins"]
+KeyRole: TypeAlias = Literal["brokers", "controllers", "nodes", "clients", "viewers", "admins"]
 Domain: TypeAlias = Literal["publish", "subscribe", "bootstrap", "nodes", "clients", "data"]
-ROLES: tuple[KeyRole, ...] = ("brokers", "controllers", "nodes", "clients", "admins")
+ROLES: tuple[KeyRole, ...] = ("brokers", "controllers", "nodes", "clients", "viewers", "admins")
 # The roles that may connect to each socket. A key that is listed twice has the first of these roles.
 DOMAINS: dict[str, tuple[KeyRole, ...]] = {
     "publish": ("controllers", "nodes"),
     "subscribe": ("controllers", "nodes", "admins"),
-    "bootstrap": ("controllers", "nodes", "admins"),
+    "bootstrap": ("controllers", "nodes", "admins", "viewers"),
     "nodes": ("nodes",),
-    "clients": ("admins", "clients"),
+    "clients": ("admins", "clients", "viewers"),
     "data": ("nodes", "admins", "clients"),
 }
 
@@ -41,6 +41,16 @@ def may(peer: Any, *roles: KeyRole) -> bool:
     """Return true if the peer has one of these roles, or has no key."""
     key = key_of(peer)
     return not key or key.partition("/")[0] in roles
+
+
+def may_see_all(peer: Any) -> bool:
+    """Return true if the peer may see all of a status, and what became of any request."""
+    return may(peer, "admins", "viewers")
+
+
+def submits(key: str) -> bool:
+    """Return true if the holder of a key (its name) may submit requests; a viewer may not."""
+    return not key.startswith("viewers/")
 
 
 def speaks_for(peer: Any, instance: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bus.rights import may
+from bus.rights import may_see_all
 from bus.wire.messages import (
     MAX_TRACE_EVENTS,
     MAX_TRACE_PARTS,
@@ -60,9 +60,10 @@ class Inquiries:
     def asked(self, peer: Any, query: TraceQuery, now: float, out: list[Action]) -> None:
         """Take a client's question: ask the ranks that ran the request (all ranks, if this controller does not know the
         request). The client gets its answer once all of them have answered, or after WAIT_S seconds. A client without
-        an admin's key, and one question too many, get Refused."""
-        if not may(peer, "admins"):
-            out.append(ToClient(peer, Refused("bad_identity", "to trace a request takes an admin's key", query.id)))
+        a viewer's or an admin's key, and one question too many, get Refused."""
+        if not may_see_all(peer):
+            why = "to trace a request takes a viewer's or an admin's key"
+            out.append(ToClient(peer, Refused("bad_identity", why, query.id)))
             return
         if len(self._open) >= MAX_OPEN:
             out.append(ToClient(peer, Refused("too_many", f"{MAX_OPEN} such questions are open", query.id)))

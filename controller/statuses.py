@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bus.rights import key_of, may
+from bus.rights import key_of, may_see_all
 from bus.wire.messages import Refused, Status
 from bus.wire.status import RANKS_PER_MESSAGE, without_loads
 from controller.event_log import EventLog
@@ -81,7 +81,7 @@ class StatusAnswers:
         answer.sent += len(some)
         left = len(answer.ranks) - answer.sent
         part = replace(answer.status, ranks=tuple([rank_status(*known, now) for known in some]), remaining=left)
-        if not may(answer.peer, "admins"):
+        if not may_see_all(answer.peer):
             part = without_loads(part)
         elif not left:
             events = None if answer.events_from is None else self._events.since(answer.events_from)

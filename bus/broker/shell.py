@@ -31,7 +31,7 @@ from bus.broker.core import Action, BrokerCore, BrokerLimits
 from bus.broker.events import Asked, Event, Published, Tick, Unreachable
 from bus.endpoints import BusAddress, advertised
 from bus.errors import REASONS, ConfigError, LocalProtocolError, RemoteProtocolError
-from bus.rights import key_of, may, publishes
+from bus.rights import key_of, may_see_all, publishes
 from bus.runtime import metrics, probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
@@ -182,8 +182,10 @@ class Broker(Service):
             self._reject(peer, error)
             self._send(peer, Refused(refusal_of(error.reason), str(error)[:1024]))
             return
-        if isinstance(message, BrokerStatusQuery) and not may(peer, "admins"):
-            self._send(peer, Refused("bad_identity", "the broker's status is for an admin's key", message.id))
+        if isinstance(message, BrokerStatusQuery) and not may_see_all(peer):
+            self._send(
+                peer, Refused("bad_identity", "the broker's status takes a viewer's or an admin's key", message.id)
+            )
             return
         if isinstance(message, Query):
             self._batches.observe(len(message.rooms))

@@ -204,7 +204,7 @@ def _check_name(name: str) -> None:
 
 def _lists_of(role: str) -> tuple[KeyRole, ...]:
     """Return the roles whose public keys the holder of such a key needs."""
-    return ("brokers", "controllers") if role in ("clients", "admins") else ROLES
+    return ("brokers", "controllers") if role in ("clients", "viewers", "admins") else ROLES
 
 
 def _listed(directory: Path, role: KeyRole, name: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec.structs import replace
 
-from bus.rights import key_of
+from bus.rights import key_of, submits
 from bus.tracecontext import trace_id_of
 from bus.wire.codes import MEANINGS, Code, Refusal
 from bus.wire.messages import MAX_ATTEMPT, MAX_DP_SIZE, MAX_ROOM, Attempt, Ended, Legs, Rid, Role, Submit
@@ -169,6 +169,8 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
     room = submit.bootstrap_room
     places: tuple[tuple[str, int, Role], ...] = ()
     client = key_of(peer)
+    if client and not submits(client):
+        raise Refusal("bad_identity", "a viewer's key submits no requests")
     if room is not None and not 0 <= room <= MAX_ROOM:
         raise Refusal("bad_room", f"bootstrap_room {room} is outside 0..2^63-1")
     if submit.leg != "unified":

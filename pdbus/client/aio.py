@@ -34,7 +34,7 @@ class AsyncClient(BaseClient):
     """
 
     def _start(self, keys: str | Path, seed: int | None) -> None:
-        self._keys = load_keys(keys, "admins", "clients") if keys else None
+        self._keys = load_keys(keys, "admins", "viewers", "clients") if keys else None
         self._rng = random.Random(seed)
         self._channels: dict[asyncio.AbstractEventLoop, LoopChannel] = {}
         self._closed = False

@@ -38,7 +38,7 @@ class Channel(Service):
         self, controllers: Sequence[str], patience: Patience, *, keys: str | Path = "", seed: int | None = None
     ) -> None:
         self._patience = patience
-        self._keys = load_keys(keys, "admins", "clients") if keys else None
+        self._keys = load_keys(keys, "admins", "viewers", "clients") if keys else None
         self.rng = random.Random(seed)  # any thread draws from it: a single draw is atomic
         self._controllers = controllers
         self._lock = threading.Lock()

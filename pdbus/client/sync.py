@@ -85,8 +85,8 @@ class Client(BaseClient):
     def status(self, *, timeout_s: float | None = None, events_from: int | None = None) -> Status:
         """Return the status of the controller (with two controllers, that of the decode legs): its ranks and counts.
         With `events_from`, its `events` are those from this number on that are kept (0: all); None where the controller
-        is older, or this client's key is no admin's. Raises PeerLost when it does not answer within `timeout_s`
-        (default: `connect_timeout_s`), ConfigError for an invalid number."""
+        is older, or this client's key is neither a viewer's nor an admin's. Raises PeerLost when it does not answer
+        within `timeout_s` (default: `connect_timeout_s`), ConfigError for an invalid number."""
         return self._ask_status(self._channel, timeout_s, events_from).result()
 
     def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:

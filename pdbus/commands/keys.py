@@ -24,6 +24,7 @@ def keys() -> None:
     node        runs an instance's ranks and publishes for them; its key's name is the instance's
     controller  dispatches to nodes, and publishes its counters
     broker      forwards publications, and answers where rooms are
+    viewer      sees the whole status, and what became of any request; submits and changes nothing
     admin       all that a client may; drains ranks, sees the whole status, cancels any request
     """
 

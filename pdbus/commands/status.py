@@ -144,7 +144,7 @@ def _show(console: Console, sample: Sample, history: History, bus: str, keys: st
     if seen.queue is not None and seen.queue.requests:
         _print(console, f"queue: {', '.join(queue_words(seen.queue))}")
     if broker is None:
-        hint = " (it answers an admin's key alone)" if keys else ""
+        hint = " (it answers a viewer's or an admin's key alone)" if keys else ""
         _print(console, f"No broker answers at {bus}{hint}; name another with --bus.")
     else:
         counts = ", ".join(f"{name} {count}" for name, count in broker.counts.items() if count)
@@ -158,7 +158,11 @@ def _show(console: Console, sample: Sample, history: History, bus: str, keys: st
 def _show_events(console: Console, seen: Status) -> None:
     if seen.events is None:
         hidden = any(rank.endpoint for rank in seen.ranks) or not seen.ranks
-        why = "this controller is older than this pdbus, and keeps none" if hidden else "they are for an admin's key"
+        why = (
+            "this controller is older than this pdbus, and keeps none"
+            if hidden
+            else "they are for a viewer's or an admin's key"
+        )
         _print(console, f"events: - ({why})")
     for event in seen.events or ():
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_us / 1e6))

@@ -31,7 +31,7 @@ class BrokerStatusClient:
     thread; use it in a `with` block. Raises ConfigError for invalid keys."""
 
     def __init__(self, address: BusAddress, keys: str = "") -> None:
-        self._sockets = Sockets(keys=load_keys(keys, "admins", "clients") if keys else None)
+        self._sockets = Sockets(keys=load_keys(keys, "admins", "viewers", "clients") if keys else None)
         self._broker = address.bootstrap
         self._dealer = self._sockets.dealer(self._broker)
         self._questions = Questions()

@@ -103,7 +103,7 @@ def _summary(figures: Figures, width: int) -> list[Text]:
     left += _queue(status)
     left.append(_faults("failed", figures.failed).append(" ").append_text(_faults("refused", figures.refused)))
     if status.ranks and not any(rank.endpoint for rank in status.ranks):
-        left.append(Text.assemble((" loads are shown to an admin's key alone", "yellow")))
+        left.append(Text.assemble((" loads are shown to a viewer's or an admin's key alone", "yellow")))
     wrong = trouble_of(status)
     left += [Text.assemble((f" ! {line}", "bold red")) for line in wrong[:TROUBLE_LINES]]
     if more := len(wrong) - TROUBLE_LINES:

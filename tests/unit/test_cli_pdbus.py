@@ -251,7 +251,7 @@ def test_status_of_an_older_controller_says_that_it_keeps_no_events() -> None:
     old = printed(sample(0.0, rank(), rank("prefill-0"), queue_requests=2).status, events=True)
     assert "events: - (this controller is older than this pdbus, and keeps none)" in old
     client = printed(sample(0.0, rank(endpoint="")).status, events=True)
-    assert "events: - (they are for an admin's key)" in client
+    assert "events: - (they are for a viewer's or an admin's key)" in client
 
 
 def test_status_as_json_names_every_field() -> None:

@@ -6,7 +6,7 @@ import pytest
 from controller_world import World, hello, submit
 from link_world import unified_leg
 
-from bus.rights import Known, key_of, may, owns, publishes, speaks_for
+from bus.rights import DOMAINS, Known, key_of, may, owns, publishes, speaks_for
 from bus.wire.messages import (
     Accepted,
     Attach,
@@ -19,6 +19,7 @@ from bus.wire.messages import (
     Status,
     StatusQuery,
     Tokens,
+    TraceQuery,
 )  # fmt: skip
 from controller.events import ClientGone, FromClient
 from nodes.link.streams import UNREAD_S, SendFailure, Streams
@@ -33,6 +34,7 @@ def known(key: str, routing_id: bytes = b"id") -> Known:
 
 
 ALICE, MALLORY, ADMIN = known("clients/alice"), known("clients/mallory"), known("admins/operator")
+VIEWER = known("viewers/wall")
 
 
 @pytest.fixture
@@ -109,6 +111,33 @@ def test_draining_and_loads_are_for_admins(world: World) -> None:
     assert not world.rank(NODE).ready
     (note,) = [note for note in world.notes if note.event == "drain.ordered"]
     assert note.fields["key"] == "admins/operator"
+
+
+def test_a_viewer_sees_all_and_changes_nothing(world: World) -> None:
+    """It may not run up to a rank's data port either, where it could read a stream."""
+    world.report(NODE, running=3)
+    world.submit(submit("hers"), peer=ALICE)  # type: ignore[arg-type]
+    world.to_clients.clear()
+    world.feed(FromClient(VIEWER, StatusQuery(1, events_from=0)))
+    (status,) = world.answers(Status)
+    assert status.ranks[0].load is not None
+    assert status.counts
+    assert status.events
+    assert status.queue is not None
+    world.feed(FromClient(VIEWER, TraceQuery(2, "hers")))
+    assert not world.answers(Refused)
+
+    world.submit(submit("its"), peer=VIEWER)  # type: ignore[arg-type]
+    world.submit(submit("hers", attempt=2), peer=VIEWER)  # type: ignore[arg-type]
+    assert [failed.code for failed in world.answers(Failed)] == ["bad_identity", "duplicate_rid"]
+    world.feed(FromClient(VIEWER, Cancel("hers")))
+    assert list(world.core.life.requests) == ["hers"]
+    for order in (DrainRank(3, "u", 0), DrainRole(4, "unified")):
+        world.feed(FromClient(VIEWER, order))
+    assert [refused.code for refused in world.answers(Refused)] == ["bad_identity"] * 2
+    assert world.rank(NODE).ready
+    assert [domain for domain, roles in DOMAINS.items() if "viewers" in roles] == ["bootstrap", "clients"]
+    assert publishes("viewers/wall") == ()
 
 
 def test_limits_count_by_key_however_many_connections_it_has() -> None:
