@@ -104,12 +104,12 @@ def end(world: World, asked: Asked) -> None:
             pass
         case "prefill_failed" | "unknown_room" if lapsed:  # what its last try met
             pass
-        case "fenced" | "kv_failed" if any(not other.ended or other.ended >= asked.began for other in namesakes):
-            pass  # each try of either ends a leg of the other's
         case "overloaded" if asked.rid in world.turned_down:
             pass
         case "too_many" if "client_requests" in dict(world.spec.settings):
             pass
+        case _ if any(not other.ended or other.ended >= asked.began for other in namesakes):
+            pass  # a try of either may end what the other's runs
         case _:
             if not any(until - TAIL_S + RECENT_S >= world.now for _, until, _ in world.befell):
                 raise broken("no end without a cause", "nothing has befallen anybody of late")
