@@ -28,7 +28,7 @@ from controller.shell import Controller, log
 
 WAIT_LOG_S = 2.0
 RELOADS = ("hang-s", "attempts", "queue-requests", "ttft-slo-s", "tpot-slo-s", "late-tokens", "shed", "trace-bytes",
-           "log-level")  # fmt: skip
+           "explain", "log-level")  # fmt: skip
 METHODS = ", ".join(["auto", *POLICIES])
 GUIDANCE = (
     "Prefill is best by cache_aware where prompts share prefixes, else by total_tokens; decode by total_requests while "
@@ -90,6 +90,12 @@ GUIDANCE = (
     "--trace-bytes",
     type=click.IntRange(0),
     help="To remember requests that are over, for pdbus trace; 0: none.",
+)
+@cli.setting(
+    ControllerConfig,
+    "--explain",
+    type=click.IntRange(0),
+    help="Remember why ranks were chosen for one request in so many, for pdbus trace --why; 1: each, 0: none.",
 )
 @cli.setting(ControllerConfig, "--attempts", type=int, help="Dispatches of one submit at most.")
 @cli.setting(

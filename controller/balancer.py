@@ -19,8 +19,9 @@ from bus.wire.codes import MEANINGS, Refusal
 from bus.wire.kv_names import Cleared, Removed, Stored
 from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Submit
 from controller.costs import Costs
+from controller.decisions import Decisions, Reasons
 from controller.late import LateBinding
-from controller.load.groups import Group, Metric
+from controller.load.groups import Group, Metric, View
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.placement import Placement, target_of
@@ -35,12 +36,14 @@ Ranks: TypeAlias = tuple[tuple[Role, RankLoad], ...]  # the ranks of a request's
 class Placed(NamedTuple):
     """The answer to a submit: all of its legs, charged, in the order of `ROLES`. Without legs the submit waits
     (`refusal` None), or is refused. `model` is the one that all its attempts run, empty while that is open.
-    `predicted`: `Policy.predicted` of the decision where its prompt is computed."""
+    `predicted`: `Policy.predicted` of the decision where its prompt is computed. `reasons`: why the legs went to these
+    ranks, if that is wanted of this request."""
 
     model: str
     legs: tuple[LegRun, ...] = ()
     refusal: Refusal | None = None
     predicted: tuple[float, float] | None = None
+    reasons: Reasons = ()
 
 
 class Balancer:
@@ -77,6 +80,7 @@ class Balancer:
         self._predicted: tuple[float, float] | None = None  # of the last trip
         self._speeds = None if late is None else late.speeds  # None: not asked for yet
         self._costs = costs = costs or Costs()
+        self.decisions = Decisions(policies, costs)
         for role, policy in policies.items():
             if role != "prefill" and policy.counts_queue_only:
                 table.count_queue_only(role)
@@ -97,7 +101,11 @@ class Balancer:
         if not self.settled:
             return Placed(model)
         placement, roles, decode, decode_rank = self._placement, ROLES[submit.leg], None, None
-        role = roles[0]
+        role, decisions, predicted, alone = roles[0], self.decisions, None, None
+        views: dict[Role, View] | None = None
+        if now >= decisions.due and decisions.wanted(submit.rid):
+            views = {}
+        placement.considered = views
         try:
             instance, dp_rank = target_of(role, submit)
             group = self.table.group(role, model or submit.model, instance)
@@ -113,25 +121,30 @@ class Balancer:
                 return Placed(model)
             if decode is not None and "unified" in self._prefills_here:
                 alone = self._alone(submit, model, avoid, barred)
-                if alone is not None:
-                    return Placed(model, self.charge(submit, now, (("unified", alone),)))
-            if decode is not None and self._asks_decode and self._may_do_both(submit, decode):
+            if alone is not None:
+                at: Ranks = (("unified", alone),)
+            elif decode is not None and self._asks_decode and self._may_do_both(submit, decode):
                 at = self._trip(submit, group, decode, avoid, barred)
-                read = self._read_of(submit, at) if self._reads_back else 0
-                return Placed(model, self.charge(submit, now, at, read) if at else (), None, self._predicted)
-            first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
-            if first is None:
-                return Placed(model)
-            at = ((role, first),)
-            if decode is not None:
-                second = placement.place("decode", submit, decode, decode_rank, decode, first, avoid, barred)
-                if second is None:
+                predicted = self._predicted
+                if not at:
                     return Placed(model)
-                at = ((role, first), ("decode", second))
+            else:
+                first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
+                if first is None:
+                    return Placed(model)
+                at = ((role, first),)
+                if decode is not None:
+                    second = placement.place("decode", submit, decode, decode_rank, decode, first, avoid, barred)
+                    if second is None:
+                        return Placed(model)
+                    at = ((role, first), ("decode", second))
         except Refusal as refusal:
             return Placed(model, (), self._stands(refusal, roles))
         read = self._read_of(submit, at) if self._reads_back else 0
-        return Placed(model, self.charge(submit, now, at, read))
+        if views is None:
+            return Placed(model, self.charge(submit, now, at, read), None, predicted)
+        reasons = decisions.why(submit, at, views, now)
+        return Placed(model, self.charge(submit, now, at, read), None, predicted, reasons)
 
     def charge(self, submit: Submit, now: float, at: Ranks, read: int = 0) -> tuple[LegRun, ...]:
         """Charge the legs of `submit` to the ranks `at`, as `place` does after its choice, and return them. `read`: the

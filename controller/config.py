@@ -69,6 +69,7 @@ class ControllerConfig:
     client_requests: int = 4_096  # alive at once of one client
     max_ranks: int = 4_096  # known at once, all instances together
     trace_bytes: int = defaults.TRACE_BYTES  # of requests that are over, for `pdbus trace`; 0: none are remembered
+    explain: int = 16  # one request in so many is remembered with the reasons for its ranks; 1: each, 0: none
     engines: tuple[EngineSettings, ...] = ()  # other people's engines whose KV events and loads are followed
     forget_s: float = 600.0  # a rank gone for so long is no longer listed
 
@@ -89,7 +90,7 @@ class ControllerConfig:
                 raise ConfigError(f"{label} must be greater than 0 and finite, not {getattr(self, label)}")
         if not 0 <= self.cache_weight < 1e6:
             raise ConfigError(f"cache_weight must lie in 0..1e6, not {self.cache_weight}")
-        for label in ("settle_s", "tpot_slo_s", "trace_bytes"):
+        for label in ("settle_s", "tpot_slo_s", "trace_bytes", "explain"):
             if not 0 <= getattr(self, label) < math.inf:
                 raise ConfigError(f"{label} must not be negative, not {getattr(self, label)}")
         if not 0 <= self.spin_us <= defaults.SPIN_US_MAX:

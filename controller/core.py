@@ -47,6 +47,7 @@ from bus.wire.messages import (
     WantedRole,
     Who,
 )
+from controller import decisions
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.event_log import EventLog
@@ -114,6 +115,7 @@ class ControllerCore:
         self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
         self.balancer = Balancer(self.table, self.policies, self.late, now, prefill_at=config.prefill_at)
+        self.balancer.decisions.explain(config.explain, config.methods)
         self.members = Members(config, epoch, self.balancer, self.health, self.counts, self.events)
         self.balancer.settled, self.balancer.young = False, self.health.young(now)
         self.balancer.suspects = self.members.suspects
@@ -191,6 +193,7 @@ class ControllerCore:
         self.config = config
         self.life.reconfigure(config)
         self.health.hang_s = config.hang_s
+        self.balancer.decisions.explain(config.explain, config.methods)
         if self.late is not None:
             self.late.reconfigure(config.late_tokens, config.tpot_slo_s)
 
@@ -459,7 +462,10 @@ class ControllerCore:
             if not rank.candidate and rank.was_candidate:  # rare: dispatches fill it sooner
                 self.members.filled(rank, now, out)
             if rank.newly_acked:
-                acknowledged(self.members.ranks[rank], now)
+                member = self.members.ranks[rank]
+                acknowledged(member, now)
+                if member.explained:
+                    decisions.acknowledged(member, self.table.ranks.values(), now)
                 if now >= self.regret.due:
                     self.regret.acknowledged(rank, self.table.ranks.values(), now)
             self.health.report(rank.key, load, now, rank.interval_s)

@@ -38,6 +38,7 @@ class Placement:
         self._policies = policies
         self.admits = {role: each for role, each in policies.items() if overrides(each, "admit")}
         self._at_once = late is None and not self.admits
+        self.considered: dict[Role, View] | None = None  # by role, where ranks were picked; None: it is not noted
 
     def check(self, role: Role, submit: Submit, group: Group, dp_rank: int | None) -> Group:
         """Return the ranks of the model that this leg will run: `group`, which has the ranks that the caller named, or
@@ -90,6 +91,8 @@ class Placement:
     def pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
         """Return the policy's choice in `view`; None: no candidate, or it is better to keep the request in the
         queue."""
+        if self.considered is not None:
+            self.considered[role] = view
         if self._at_once:
             return self._policies[role].pick(view, submit, submit.prompt_tokens)
         rank = self._bind(role, view, submit)

@@ -17,6 +17,7 @@ from controller.feeds.follower import Follower
 from controller.load.rank import RankLoad
 from controller.requests.request import LegRun, Request
 
+MAX_EXPLAINED = 64  # decisions that wait for a report; further ones are explained without it
 MAX_CANCELLED = 1024  # cancels of one rank that are remembered
 Work: TypeAlias = dict[Rid, tuple[Request, LegRun]]
 
@@ -76,6 +77,7 @@ class Rank:
         "cancelled",
         "clock",
         "epoch",
+        "explained",
         "follower",
         "inherited",
         "key",
@@ -95,6 +97,7 @@ class Rank:
         self.cancelled: OrderedDict[tuple[Rid, Attempt], CancelLeg] = OrderedDict()  # the oldest first
         self.clock = Clock()
         self.work: Work = {}  # the legs that run there for this controller
+        self.explained: list[tuple[Request, LegRun]] = []  # of these: explained, and not acknowledged yet
         # what it ran before I had dispatched anything to it, until it is taken over; of a start that was known here
         # before, what it runs may be mine
         reopened = load.sent or load.undone
@@ -105,6 +108,11 @@ class Rank:
 
     def __repr__(self) -> str:
         return repr(self.load)
+
+    def explain(self, request: Request, leg: LegRun) -> None:
+        """Note that the decision for this leg is to be explained further by the report that acknowledges it."""
+        if len(self.explained) < MAX_EXPLAINED:
+            self.explained.append((request, leg))
 
     def cancels(self, cancel: CancelLeg) -> ToNode:
         """Return the action that sends `cancel` to the rank, and remember it: it may be lost with the connection."""

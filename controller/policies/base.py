@@ -51,6 +51,9 @@ class Policy(Protocol):
     """What it predicted in its last `prefill_here`: the seconds until the first token where that rank does both, and as
     a pair. None: it predicts nothing. `pdbus trace` shows it."""
 
+    unit: str = ""
+    """What `cost` counts, in the plural: `tokens`."""
+
     costs: Costs = Costs()
     """Queues, speeds and cached tokens of the ranks of all roles; empty until `begin`."""
 
@@ -65,6 +68,11 @@ class Policy(Protocol):
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         """Return one of `view`'s candidates for `request`, a prompt of `tokens`; None when there is no candidate: the
         request waits. A `fixed` policy may return a rank without credit, but only one that is ready; else None."""
+
+    def cost(self, rank: RankLoad, request: Submit) -> float | None:
+        """Return what `pick` compares, for `rank`, in `unit`: it picks a candidate with the least. None: it compares no
+        costs. `pdbus trace --why` shows it for some requests; nothing else depends on it."""
+        return None
 
     def admit(self, rank: RankLoad, request: Submit) -> bool:
         """Return true if `request` may go now to `rank`, the one picked; false: it waits at the controller, and those

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 from bus.errors import BusError
@@ -26,14 +27,15 @@ OnFault = Callable[[str, str], None]  # gets the hook's name and what went wrong
 class Guard(Policy):
     """The guard of `policy`: it has the same methods. For each fault it calls `on_fault` with the hook's name and one
     line. A pick that fails, or returns no candidate, becomes the least loaded rank by tokens; `work` and `charge` that
-    fail become the prompt's tokens; `admit` true; `order` 0, the order of arrival; `prefill_here` and `read_back`
-    false. None raises, unless `on_fault` does."""
+    fail become the prompt's tokens; `cost` None; `admit` true; `order` 0, the order of arrival; `prefill_here` and
+    `read_back` false. None raises, unless `on_fault` does."""
 
     def __init__(self, policy: Policy, on_fault: OnFault) -> None:
         self.policy = policy
         self.fixed = bool(policy.fixed)
         self.uses_hashes = bool(policy.uses_hashes)
         self.counts_queue_only = bool(policy.counts_queue_only)
+        self.unit = str(policy.unit)[:32]
         self.prefixes = policy.prefixes if isinstance(policy.prefixes, PrefixIndex) else None
         self._on_fault = on_fault
 
@@ -55,6 +57,15 @@ class Guard(Policy):
             what = f"rank {rank.key[0]}/{rank.key[1]}" if isinstance(rank, RankLoad) else type(rank).__name__
             self._on_fault("pick", f"it returned {what}, which is none of the candidates")
         return view.least(Metric.TOKENS)
+
+    def cost(self, rank: RankLoad, request: Submit) -> float | None:
+        """Return the policy's number, if it is finite."""
+        try:
+            cost = self.policy.cost(rank, request)
+            return float(cost) if cost is not None and isfinite(cost) else None
+        except FAULTS as error:
+            self._on_fault("cost", one_line(error))
+            return None
 
     def admit(self, rank: RankLoad, request: Submit) -> bool:
         """Return the policy's answer."""

@@ -23,16 +23,26 @@ class TotalRequests(Policy):
     """Pick the rank with the fewest requests: running, waiting and in flight. Assumes that a step costs much the same
     for every request in it: decode with plenty of KV memory."""
 
+    unit = "requests"
+
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.REQUESTS)
+
+    def cost(self, rank: RankLoad, request: Submit) -> float | None:
+        return rank.requests
 
 
 class TotalTokens(Policy):
     """Pick the rank with the fewest tokens: held or queued, and in flight; ties by requests. Assumes that cost follows
     tokens: prefill always, decode when KV memory is scarce."""
 
+    unit = "tokens"
+
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.TOKENS)
+
+    def cost(self, rank: RankLoad, request: Submit) -> float | None:
+        return rank.tokens
 
 
 class FollowBootstrapRoom(Policy):
@@ -70,6 +80,7 @@ class CacheAware(PrefixPolicy):
     """
 
     counts_queue_only = True
+    unit = "tokens"
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)
@@ -102,6 +113,14 @@ class CacheAware(PrefixPolicy):
             if rank.tokens + at_least > least or (rank is chosen and not holders & (holders - 1)):
                 break
         return chosen
+
+    def cost(self, rank: RankLoad, request: Submit) -> float | None:
+        cached = 0
+        if not request.block_hashes:
+            cached = self.prefixes.sessions.tokens(request.session, rank.slot) if request.session else 0
+        elif rank.info.block_tokens == request.block_tokens:
+            cached = self.prefixes.depth(rank.slot, unpack_hashes(request.block_hashes)) * request.block_tokens
+        return rank.tokens + self.weight * max(1, max(1, request.prompt_tokens) - cached)
 
     def _of_session(self, view: View, request: Submit, best: RankLoad) -> RankLoad:
         """Return the rank where the request's session was, unless it has no credit or its queue costs more than the

@@ -80,7 +80,7 @@ class Attempts:
         if held or (queue.requests and request.lane is None):
             in_turn = partial(self._in_turn, request, held, out)
         barred: Container[RankLoad] = self._with_one_apart() if request.apart else ()
-        request.model, legs, refusal, predicted = self._balancer.place(
+        request.model, legs, refusal, predicted, reasons = self._balancer.place(
             request.submit, now, request.model, request.avoid, barred, not request.tries, in_turn
         )
         if refusal is not None:
@@ -91,6 +91,10 @@ class Attempts:
                 request.predicted_s = predicted[len(legs) - 1]
             request.step("dispatched")
             self._dispatch(request, legs, now, out)
+            if reasons:
+                request.past += tuple([(now, "weighed", request.attempt, role, why) for role, why in reasons])
+                for leg in legs:
+                    self._ranks[leg.rank].explain(request, leg)
             return True
         return False
 

@@ -19,7 +19,7 @@ from pdbus.commands.common import (
     wait_for_controller,
     wait_option,
 )
-from pdbus.trace.waterfall import as_dict, waterfall
+from pdbus.trace.waterfall import as_dict, waterfall, why
 
 WIDTH = 120  # of output outside a terminal
 RID_MAX = 128
@@ -32,10 +32,11 @@ RID_MAX = 128
 )
 @click.argument("rid")
 @controller_option
+@click.option("--why", "reasons", is_flag=True, help="Say why each leg went to its rank, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object (docs/tracing.md).")
 @keys_option
 @wait_option
-def trace(rid: str, controller: str, as_json: bool, keys: str, wait_s: float) -> None:
+def trace(rid: str, controller: str, reasons: bool, as_json: bool, keys: str, wait_s: float) -> None:
     """Show the steps of a request and their times, as controller and ranks recorded them."""
     if not 0 < len(rid) <= RID_MAX:
         raise ConfigError(f"a rid has 1 to {RID_MAX} characters")
@@ -59,3 +60,5 @@ def trace(rid: str, controller: str, as_json: bool, keys: str, wait_s: float) ->
     shown = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if shown else WIDTH)
     console.print(waterfall(rid, answer, console.width))
+    if reasons:
+        console.print(why(answer))

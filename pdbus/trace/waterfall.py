@@ -34,6 +34,7 @@ LABELS = {  # the name of an event, and how it is shown
     "failed": "failed",
 }
 STYLES = {"prefill": "cyan", "decode": "green", "unified": "green", "client": "magenta", "": "yellow"}
+WHY = ("weighed", "acknowledged")  # events that say why a leg went to its rank
 GAP = 2  # between columns
 BAR_MIN = 16
 WORDS_MIN = 22
@@ -55,7 +56,8 @@ def hops_of(answer: TraceReply) -> list[Hop]:
     unknown, its times are taken as they are; the client's are moved before the controller's receipt."""
     at_us: list[tuple[int, int, str, TraceEvent]] = []
     for order, trace in enumerate(answer.parts):
-        at_us += [(event.at_us - trace.offset_us, order, trace.part, event) for event in trace.events]
+        events = [event for event in trace.events if event.what not in WHY]
+        at_us += [(event.at_us - trace.offset_us, order, trace.part, event) for event in events]
     received = min((at for at, _, _, event in at_us if event.what == "received"), default=None)
     if received is not None:  # the client's clock is not known, but it sent before the controller received
         at_us = [(min(at, received) if part == "client" else at, n, part, event) for at, n, part, event in at_us]
@@ -83,8 +85,8 @@ def _before(part: str, event: TraceEvent, hops: Sequence[Hop]) -> Hop | None:
 
 
 def as_dict(rid: str, answer: TraceReply) -> dict[str, Any]:
-    """Return the trace for JSON output, with the keys `rid`, `others`, `controller`, `marks`, `clocks`, `silent`.
-    `at_us` is on the controller's clock in microseconds. `rid` is used where the answer has none."""
+    """Return the trace for JSON output. `at_us` is on the controller's clock in microseconds. `rid` is used where the
+    answer has none."""
     hops = hops_of(answer)
     offsets = {part.part: part.offset_us for part in answer.parts}
     return {
@@ -99,9 +101,32 @@ def as_dict(rid: str, answer: TraceReply) -> dict[str, Any]:
             }
             for hop in hops
         ],
+        "why": [
+            {"attempt": event.attempt, "leg": event.leg, "what": event.what, "detail": event.detail}
+            for event in reasons_of(answer)
+        ],
         "clocks": [{"part": t.part, "offset_us": t.offset_us, "rtt_us": t.rtt_us} for t in answer.parts],
         "silent": list(answer.silent),
     }  # fmt: skip
+
+
+def reasons_of(answer: TraceReply) -> list[TraceEvent]:
+    """Return the events that say why legs went to their ranks, in order."""
+    return [event for trace in answer.parts for event in trace.events if event.what in WHY]
+
+
+def why(answer: TraceReply) -> RenderableType:
+    """Return the drawing of the reasons: for each leg what its method compared, and what reports said later."""
+    lines: list[Text] = []
+    legs: dict[tuple[int, str], list[TraceEvent]] = {}
+    for event in reasons_of(answer):
+        legs.setdefault((event.attempt, event.leg or ""), []).append(event)
+    for (attempt, leg), events in legs.items():
+        lines.append(Text(f"why this {leg} rank, attempt {attempt}", style=STYLES[leg]))
+        lines += [Text(f"  {printable(event.detail)}") for event in sorted(events, key=lambda each: each.at_us)]
+    if not lines:
+        lines = [Text("No reasons were kept: controllers keep those of one request in --explain.", style="dim")]
+    return Group(Text(), *lines)
 
 
 def waterfall(rid: str, answer: TraceReply, width: int) -> RenderableType:

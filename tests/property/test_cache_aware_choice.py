@@ -85,5 +85,6 @@ def the_choice_is_the_least(
     some = some[: len(some) // 2 + 1] if narrow else some
     chosen = policy.pick(Subset(some) if narrow else group, request, prompt_tokens)
     table.validate()
+    assert all(policy.cost(rank, request) == cost(rank)[0] for rank in some), "what `pdbus trace --why` shows"
     best = min((cost(rank) for rank in some if rank.candidate), default=None)
     assert (None if chosen is None else cost(chosen)) == best

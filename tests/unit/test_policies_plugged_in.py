@@ -301,7 +301,7 @@ class TestGuard:
         assert re.fullmatch(r"AttributeError: 'Group' object .* \(.*test_policies_plugged_in\.py:\d+\)", why)
 
 
-@pytest.mark.parametrize("hook", ["charge", "dispatched", "ended", "stored", "removed", "forgotten", "tick"])
+@pytest.mark.parametrize("hook", ["cost", "charge", "dispatched", "ended", "stored", "removed", "forgotten", "tick"])
 def test_a_hook_that_raises_is_told_and_goes_no_further(hook: str) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("no luck")
@@ -312,6 +312,7 @@ def test_a_hook_that_raises_is_told_and_goes_no_further(hook: str) -> None:
     arguments = {
         "dispatched": (rank, submit(), 1.0), "ended": (rank, submit(), None, 1.0), "stored": (rank, (1,)),
         "removed": (rank, (1,)), "forgotten": (rank,), "tick": (1.0,), "charge": (rank, submit()),
+        "cost": (rank, submit()),
     }  # fmt: skip
     getattr(Guard(policy, lambda *fault: faults.append(fault)), hook)(*arguments[hook])
     ((name, why),) = faults

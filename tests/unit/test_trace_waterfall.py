@@ -6,11 +6,12 @@ import io
 import json
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console
 
 from bus.wire.messages import PartTrace, Role, TraceEvent, TraceReply
-from pdbus.trace.waterfall import Hop, as_dict, hops_of, seconds, waterfall
+from pdbus.trace.waterfall import Hop, as_dict, hops_of, seconds, waterfall, why
 
 S = 1_000_000
 AHEAD = 3600 * S  # of the decode rank's clock
@@ -145,3 +146,25 @@ def test_one_mark_alone_and_none() -> None:
 )
 def test_seconds(value: float, text: str) -> None:
     assert seconds(value) == text
+
+
+def test_reasons_stand_below_by_leg_and_are_no_marks() -> None:
+    reasons = (
+        mark(0.5, "weighed", "prefill", "total_tokens, in tokens at 2 candidates: p/1 7, p/0 9"),
+        mark(0.5, "weighed", "decode", "named by the caller"),
+        mark(0.6, "acknowledged", "prefill", "by its next report 8 tokens besides this request"),
+    )
+    client, controller, *rest = ANSWER.parts
+    answer = replace(ANSWER, parts=(client, replace(controller, events=controller.events + reasons), *rest))
+    assert drawn(answer, 100) == drawn(ANSWER, 100)
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    console.print(why(answer))
+    assert isinstance(console.file, io.StringIO)
+    assert [" ".join(line.split()) for line in console.file.getvalue().strip().split("\n")] == [
+        "why this prefill rank, attempt 1",
+        "total_tokens, in tokens at 2 candidates: p/1 7, p/0 9",
+        "by its next report 8 tokens besides this request",
+        "why this decode rank, attempt 1",
+        "named by the caller",
+    ]
+    assert [each["what"] for each in as_dict("r", answer)["why"]] == ["weighed", "weighed", "acknowledged"]
