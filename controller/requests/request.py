@@ -169,16 +169,17 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
     room = submit.bootstrap_room
     places: tuple[tuple[str, int, Role], ...] = ()
     client = key_of(peer)
-    if client and not submits(client):
-        raise Refusal("bad_identity", "a viewer's key submits no requests")
     if room is not None and not 0 <= room <= MAX_ROOM:
         raise Refusal("bad_room", f"bootstrap_room {room} is outside 0..2^63-1")
     if submit.leg != "unified":
         if room is None:
             raise Refusal("bad_room", f"a {submit.leg} request needs a bootstrap_room")
         places = tuple([(client, room, role) for role in ROLES[submit.leg]])
-    if submit.session and client:  # so that no policy takes two clients' sessions of one name for one
-        submit = replace(submit, session=f"{client}/{submit.session}")
+    if client:
+        if not submits(client):
+            raise Refusal("bad_identity", "a viewer's key submits no requests")
+        if submit.session:  # so that no policy takes two clients' sessions of one name for one
+            submit = replace(submit, session=f"{client}/{submit.session}")
     chosen = submit.disagg_prefill_dp_rank
     if chosen is not None and not 0 <= chosen < MAX_DP_SIZE:
         raise Refusal("bad_rank", f"disagg_prefill_dp_rank {chosen} is outside 0..{MAX_DP_SIZE - 1}")
