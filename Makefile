@@ -321,7 +321,7 @@ mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whe
 api: setup ## Build docs/api.md from the docstrings
 	@PYTHONPATH=tests/support $(BIN)/python -m api_page
 
-pictures: setup ## Make README's pictures in docs/img from what runs (a minute)
+pictures: setup ## Make the pictures in docs/img from what runs (a minute)
 	@PYTHONPATH=tests/support $(BIN)/python -m pictures
 
 dashboard: setup ## Make examples/observability/dashboard.json (the first time it installs Grafana's SDK)

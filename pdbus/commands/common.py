@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import signal
@@ -92,6 +93,13 @@ def curl_line(url: str, model: str) -> str:
     """Return a curl command that sends a prompt to the HTTP edge at `url`."""
     body = {"model": model, "messages": [{"role": "user", "content": "What is a load balancer?"}]}
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+
+
+def check_http_installed(command: str) -> None:
+    """Raise ConfigError unless the packages are installed that serve HTTP."""
+    missing = [name for name in ("uvicorn", "httptools", "uvloop") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{command} needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def leave_on_signals(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> None:

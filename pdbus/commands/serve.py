@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from typing import Any
@@ -12,11 +11,10 @@ from click.core import ParameterSource
 
 from bus.errors import ConfigError
 from bus.runtime import cli, logs, settings, spans
-from pdbus.commands.common import ProgressLine, controller_option, keys_option, tokenizers_option
+from pdbus.commands.common import ProgressLine, check_http_installed, controller_option, keys_option, tokenizers_option
 from pdbus.edge.config import EdgeConfig
 from pdbus.text.find import places_of
 
-NEEDED = ("uvicorn", "httptools", "uvloop")
 # The options that only the light edge has, and what does the same in vLLM's own server.
 LIGHT = {
     "api_keys": "--api-key",
@@ -110,9 +108,7 @@ def serve(
     if model or vllm_args:
         given = "--model" if model else vllm_args[0]
         raise ConfigError(f"{given}: it is for --front vllm (docs/edge.md says which front is for whom)")
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"pdbus serve needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    check_http_installed("pdbus serve")
     from pdbus.edge.server import serve as run
 
     logs.configure(log_level, part="edge")

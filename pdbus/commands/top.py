@@ -13,10 +13,11 @@ import click
 
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError
-from bus.runtime import cli, settings
+from bus.runtime import cli, logs, settings
 from pdbus.client import Client
 from pdbus.commands.common import (
     bus_option,
+    check_http_installed,
     controller_option,
     keys_option,
     leave_on_signals,
@@ -30,9 +31,29 @@ from pdbus.commands.common import (
 @bus_option
 @keys_option
 @wait_option
-@click.option("--interval-s", type=cli.Seconds(0.2), default=1.0, show_default=True, help="How often to ask.")
-def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) -> None:
-    """Watch a cluster: its ranks' load, latencies, faults and restarts, live. Press ? for the keys."""
+@click.option(
+    "--interval-s", type=cli.Seconds(0.2), default=1.0, show_default=True, help="How often to ask, in the terminal."
+)
+@click.option(
+    "--http", default="", metavar="[HOST:]PORT", help="Serve it as a page there, instead of showing it in the terminal."
+)
+@click.option(
+    "--ttft-slo-s", type=cli.Seconds(0), default=0.0, help="page: the line of an SLO in the chart  [default: none]"
+)
+@click.option("--tpot-slo-s", type=cli.Seconds(0), default=0.0, help="page: the same of time per output token.")
+@cli.log_level_option
+def top(
+    controller: str, bus: str, keys: str, wait_s: float, interval_s: float, http: str, ttft_slo_s: float,
+    tpot_slo_s: float, log_level: str,
+) -> None:  # fmt: skip
+    """Watch a cluster: its ranks' load, latencies, faults and restarts, live. Press ? for the keys.
+
+    With --http it is a page for browsers, at a URL that is printed; it works with all of the URL alone.
+    """
+    if http:
+        logs.configure(log_level, part="top")
+        _serve(http, controller, bus, keys, wait_s, ttft_slo_s, tpot_slo_s)
+        return
     from rich.console import Console, Group
 
     from pdbus.fleet.figures import Sample
@@ -43,7 +64,7 @@ def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) 
     from pdbus.top.view import View
 
     if not is_terminal():
-        raise ConfigError("top needs a terminal; elsewhere: pdbus status --watch")
+        raise ConfigError("top needs a terminal; elsewhere: pdbus top --http PORT, or pdbus status --watch")
     leave_on_signals()
     history, view, silent = History(), View(), ""
     console = Console(highlight=False)
@@ -83,3 +104,19 @@ def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) 
                 silent = update if isinstance(update, str) else ""
                 if isinstance(update, Sample):
                     history.add(update)
+
+
+def _serve(
+    http: str, controller: str, bus: str, keys: str, wait_s: float, ttft_slo_s: float, tpot_slo_s: float
+) -> None:  # fmt: skip
+    check_http_installed("pdbus top --http")
+    from pdbus.edge.fleet_server import serve
+    from pdbus.fleet.feed import Feed
+    from pdbus.fleet.frames import Frames
+    from pdbus.fleet.source import BrokerStatusClient, StatusSource
+
+    with Client(controller, keys=keys) as client, BrokerStatusClient(BusAddress(bus), keys) as broker:
+        wait_for_controller(client, controller, wait_s, keys)
+        frames = Frames(ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
+        source = StatusSource(client, broker)
+        serve(http, lambda publish, failed: Feed(source, frames, publish, failed), lambda url: cli.ready(url=url))

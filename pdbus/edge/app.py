@@ -143,6 +143,9 @@ class Edge:
                 exchange.task.cancel()
         await self._ask()
 
+    def end_streams(self) -> None:
+        """End what goes on until its reader leaves: nothing of an edge does."""
+
     def leave(self) -> None:
         """Cancel a running question to the controller, at the end of the process."""
         if self._asking is not None:

@@ -15,6 +15,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdbus.edge.config import EdgeConfig
+from pdbus.edge.exchange import TRANSPORT
 
 _FIELD = 4  # bytes of a header field beside its name and value
 
@@ -117,6 +118,7 @@ class Connection(HttpToolsProtocol):
             return
         self._untime()
         self._enter(Part.BEHIND)
+        self.scope[TRANSPORT] = self.transport  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -18,6 +19,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
+TRANSPORT = "pdbus.transport"  # in the scope of a request that came over a connection of ours
 RID_MAX = 120  # characters of a client's request id
 RID_KEPT = 115  # of them on the bus, where a rid has 128: a drawn suffix distinguishes answers
 NUMBER_MAX = 1e9  # in a header
@@ -56,6 +58,7 @@ class Exchange:
         self.task = task
         self._gave_up = False  # the time for the body is up
         self._watcher: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport | None = scope.get(TRANSPORT)
         self._receive = receive
         self._send = send
         self._config = config
@@ -189,6 +192,17 @@ class Exchange:
     async def event(self, data: bytes, *, last: bool = False) -> None:
         """Send bytes of the stream; `last` ends it. Return as soon as little enough waits for the client to read."""
         await self._send_body(data, more=not last)
+
+    def limit_send_buffer(self, size: int) -> None:
+        """Have the kernel keep about `size` bytes that the client has not read."""
+        if self._transport is not None and (sock := self._transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+
+    def abort(self) -> None:
+        """Close the connection at once, without the bytes that the client has not read, and count it as gone."""
+        self.gone = True
+        if self._transport is not None:
+            self._transport.abort()
 
     def overdue(self, now: float) -> bool:
         """Return true if sending has waited for the client to read for more than `send_s` seconds."""

@@ -13,7 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import click
 import uvicorn
@@ -28,6 +28,7 @@ from pdbus.edge.app import LOOK_S, Edge
 from pdbus.edge.client import EdgeClient
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.connection import Connection, connections_of
+from pdbus.edge.exchange import Receive, Scope, Send
 
 BACKLOG = 2048
 PROGRESS_S = 2.0
@@ -63,11 +64,9 @@ async def _serve(
         try:
             await _until_seen(edge, server, config, controller, waiting)
             if not server.should_exit:
-                scheme = "https" if config.tls_cert else "http"
-                host, port = listener.getsockname()[:2]
                 if config.exposed and not config.api_keys:
                     log.warning("edge.open_to_all", http=config.http, hint="other machines may use it: pass --api-keys")
-                ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+                ready(url_of(config, listener))
             await running
             if looking.done():
                 looking.result()
@@ -90,6 +89,12 @@ def listen(config: EdgeConfig) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
         raise StartError(f"cannot listen on {config.http}: {why}; choose another --http") from None
+
+
+def url_of(config: EdgeConfig, listener: socket.socket) -> str:
+    """Return the URL of a server that listens there, without a path."""
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if config.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _look(edge: Edge, server: Server) -> None:
@@ -123,13 +128,26 @@ async def _until_seen(
         await asyncio.sleep(0.02)
 
 
+class App(Protocol):
+    """An ASGI application of ours."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request to its end."""
+
+    def reconfigure(self, config: EdgeConfig) -> None:
+        """Use `config` from the next request on."""
+
+    def end_streams(self) -> None:
+        """End what goes on until its reader leaves."""
+
+
 class Server(uvicorn.Server):
     """uvicorn's server with the limits of `config` and the signals of all our parts. Raises ConfigError when the
     certificate cannot be used."""
 
-    def __init__(self, config: EdgeConfig, edge: Edge) -> None:
+    def __init__(self, config: EdgeConfig, app: App) -> None:
         options: dict[str, Any] = {
-            "app": edge,
+            "app": app,
             "http": connections_of(config),
             "ws": "none",
             "loop": "none",
@@ -148,7 +166,7 @@ class Server(uvicorn.Server):
             options |= {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
         super().__init__(uvicorn.Config(**options))
         self.reload: Callable[[], None] | None = None  # on SIGHUP
-        self._edge = edge
+        self._app = app
         self._config = config
         try:
             self.config.load()
@@ -177,7 +195,7 @@ class Server(uvicorn.Server):
         fields = {name: value for name, value in changed.items() if name != "log_level"}
         self._config = replace(self._config, **fields)
         self.config.timeout_graceful_shutdown = int(self._config.drain_s)
-        self._edge.reconfigure(self._config)
+        self._app.reconfigure(self._config)
 
     def cut_off(self, now: float) -> None:
         """Abort the connections of clients that have stopped reading; call it regularly, with the loop's time. A normal
@@ -188,6 +206,8 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
     def leave(self) -> None:
-        """Begin to leave: let requests finish; at the second call, do not wait for them."""
+        """Begin to leave: end streams without an end and let requests finish; at the second call, do not wait for
+        them."""
+        self._app.end_streams()
         self.force_exit = self.should_exit
         self.should_exit = True

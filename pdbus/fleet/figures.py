@@ -27,16 +27,21 @@ def trouble_of(status: Status) -> list[str]:
     A rank that was drained or has left should not serve, and a starting rank is no trouble while another one serves its
     role. A role is missing as long as its controller expects it, even if no rank of it is known any more.
     """
-    lines = [
-        f"{name_of(rank)} is {rank.state}" + (f" for {age(rank.state_age_s)}" if rank.state_age_s >= 0 else "")
-        for rank in status.ranks
-        if rank.state in DEAD
-    ]
+    return [dead_sentence(rank) for rank in status.ranks if rank.state in DEAD] + unserved_of(status)
+
+
+def dead_sentence(rank: RankStatus) -> str:
+    """Return that a rank does not serve, and for how long, as a sentence."""
+    return f"{name_of(rank)} is {rank.state}" + (f" for {age(rank.state_age_s)}" if rank.state_age_s >= 0 else "")
+
+
+def unserved_of(status: Status) -> list[str]:
+    """Return the roles without a ready rank, a sentence each; see `trouble_of`."""
     here = [rank for rank in status.ranks if rank.state != "gone"]
     served = {rank.role for rank in here if rank.state == "ready"}
     wanted = {each.role for each in status.wanted if not each.ready}
     unserved = ({rank.role for rank in here} | wanted) - served
-    lines += [f"no {role} rank is ready" for role in sorted(unserved)]
+    lines = [f"no {role} rank is ready" for role in sorted(unserved)]
     lines += [
         f"no {each.role} rank of {each.model} is ready"
         for each in status.wanted

@@ -312,6 +312,26 @@ class History:
         rows = track.rows if track is not None else array("f")
         return [RankRow(*rows[at : at + WIDTH]) for at in range(0, len(rows), WIDTH)]
 
+    @property
+    def last(self) -> Sample | None:
+        """The last sample; None before the first."""
+        return self._last
+
+    def latest(self, key: MemberKey) -> RankRow | None:
+        """Return the last row of a rank; None: there is none yet."""
+        track = self._ranks.get(key)
+        return RankRow(*track.rows[-WIDTH:]) if track is not None and track.rows else None
+
+    def step_s(self, key: MemberKey) -> float | None:
+        """Return the seconds that a forward step of a rank took lately; None: not known."""
+        track = self._ranks.get(key)
+        return track.watch.step_s if track is not None else None
+
+    def figures_of(self, rank: RankStatus) -> RankFigures:
+        """Return the figures of one rank of the last status, without its conditions. Raises KeyError for any other."""
+        assert self._last is not None
+        return self._of(rank, self._last.at - self._marks[0].at, {})
+
     def conditions(self) -> dict[MemberKey, tuple[Condition, ...]]:
         """Return which ranks are slow or full at the last sample, and why; see `pdbus.fleet.conditions`."""
         at = self._last.at if self._last is not None else 0.0

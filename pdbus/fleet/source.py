@@ -64,40 +64,18 @@ class BrokerStatusClient:
                 return None
 
 
-class Watcher(threading.Thread):
-    """A thread that asks controller and broker each `interval_s` and puts the result into `updates`: a Sample, or the
-    reason (text) why the controller gave none, or the exception that ends the thread. After each result it writes a
-    byte to the descriptor `wake`."""
+class StatusSource:
+    """Asks the controller for its status and new events, and the broker (None: none is asked) for its counts. For one
+    thread."""
 
-    def __init__(self, client: Client, broker: BrokerStatusClient, interval_s: float, wake: int) -> None:
-        super().__init__(name="top", daemon=True)
-        self.updates: queue.SimpleQueue[Sample | str | Exception] = queue.SimpleQueue()
+    def __init__(self, client: Client, broker: BrokerStatusClient | None) -> None:
         self._client = client
         self._broker = broker
-        self._interval_s = interval_s
-        self._wake = wake
-        self._leaving = threading.Event()
         self._events_from = 0
         self._epoch = 0  # of the controller that answered last
 
-    def run(self) -> None:
-        """The thread's loop; `start` runs it."""
-        try:
-            while not self._leaving.is_set():
-                began = time.monotonic()
-                self.updates.put(self._ask())
-                os.write(self._wake, b"x")
-                self._leaving.wait(max(0.0, began + self._interval_s - time.monotonic()))
-        except Exception as error:
-            self.updates.put(error)
-            os.write(self._wake, b"x")
-
-    def stop(self) -> None:
-        """End the thread and wait until it has ended, which takes some seconds while a question is open."""
-        self._leaving.set()
-        self.join()
-
-    def _ask(self) -> Sample | str:
+    def ask(self) -> Sample | str:
+        """Ask, and return a sample; or the reason (text) why the controller gave none. Raises what ends the client."""
         try:
             status = self._client.status(timeout_s=ASK_S, events_from=self._events_from)
         except PeerLost:
@@ -108,4 +86,35 @@ class Watcher(threading.Thread):
             self._events_from = status.events[-1].number + 1
         self._epoch = status.epoch
         at, wall = time.monotonic(), time.time()
-        return Sample(at, wall, status, self._broker.ask())
+        return Sample(at, wall, status, self._broker.ask() if self._broker is not None else None)
+
+
+class Watcher(threading.Thread):
+    """A thread that asks controller and broker each `interval_s` and puts the result into `updates`: a Sample, or the
+    reason (text) why the controller gave none, or the exception that ends the thread. After each result it writes a
+    byte to the descriptor `wake`."""
+
+    def __init__(self, client: Client, broker: BrokerStatusClient, interval_s: float, wake: int) -> None:
+        super().__init__(name="top", daemon=True)
+        self.updates: queue.SimpleQueue[Sample | str | Exception] = queue.SimpleQueue()
+        self._source = StatusSource(client, broker)
+        self._interval_s = interval_s
+        self._wake = wake
+        self._leaving = threading.Event()
+
+    def run(self) -> None:
+        """The thread's loop; `start` runs it."""
+        try:
+            while not self._leaving.is_set():
+                began = time.monotonic()
+                self.updates.put(self._source.ask())
+                os.write(self._wake, b"x")
+                self._leaving.wait(max(0.0, began + self._interval_s - time.monotonic()))
+        except Exception as error:
+            self.updates.put(error)
+            os.write(self._wake, b"x")
+
+    def stop(self) -> None:
+        """End the thread and wait until it has ended, which takes some seconds while a question is open."""
+        self._leaving.set()
+        self.join()

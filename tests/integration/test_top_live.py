@@ -143,7 +143,7 @@ def test_a_controller_that_stands_still_is_said_so(cluster: Cluster, on_screen: 
 def test_without_a_terminal_it_says_what_to_use(cluster: Cluster) -> None:
     done = pdbus("top", *where(cluster))
     assert (done.returncode, done.stderr) == (
-        2, "pdbus: error: top needs a terminal; elsewhere: pdbus status --watch\n"
+        2, "pdbus: error: top needs a terminal; elsewhere: pdbus top --http PORT, or pdbus status --watch\n"
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""The pictures of README.md, made from what runs: `pdbus top` over a busy cluster of which a rank was killed, and the
-demo as it streams. `make pictures` writes them to docs/img.
+"""The pictures of README.md and docs/operations.md, made from what runs: `pdbus top` over a busy cluster of which a
+rank was killed, the demo as it streams, and the page of a fleet. `make pictures` writes them to docs/img.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
@@ -12,7 +13,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from browser import opened
+from PIL import Image
 from rich.console import Console, Group
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
@@ -112,6 +116,39 @@ def demo() -> None:
     path.write_text(path.read_text(encoding="utf-8").replace("</style>", f"{style}</style>", 1), encoding="utf-8")
 
 
+def fleet() -> None:
+    """The page of `pdbus top --http`, some seconds after a prefill rank was killed for good."""
+    spec = ClusterSpec(
+        prefill=4, decode=4, engine="sim", model="sim", prefill_method="cache_aware", decode_method="total_requests",
+        node_args=("--kv-tokens", "32768", "--max-running", "32", "--sim-kv-bytes-per-token", "4096"), transport="tcp",
+        bus="tcp://127.0.0.1:5950", controller="tcp://127.0.0.1:5960",
+    )  # fmt: skip
+    with Cluster(spec) as cluster, Load(cluster.controller, at_once=24):
+        where = ("--controller", cluster.controller, "--bus", cluster.bus)
+        command = [sys.executable, "-P", "-m", "pdbus", "top", "--http", "0", "--ttft-slo-s", "1", *where]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                url = process.stdout.readline().split("url=")[-1].strip()
+                time.sleep(WATCHED_S)
+                cluster.kill("prefill-0/1")
+                asyncio.run(_photograph(url, IMAGES / "fleet.png"))
+            finally:
+                process.terminate()
+
+
+async def _photograph(url: str, path: Path) -> None:
+    with TemporaryDirectory() as profile:
+        async with opened(url, Path(profile)) as page:
+            size = {"width": 1280, "height": 1010, "deviceScaleFactor": 1, "mobile": False}
+            await page.call("Emulation.setDeviceMetricsOverride", **size)
+            await page.until("Boolean(document.querySelector('#verdict.bad li button'))")
+            await asyncio.sleep(KILLED_S / 4)  # until charts show it
+            await page.picture(path)
+    Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
+    print(f"wrote {path} ({path.stat().st_size // 1024} KiB)", file=sys.stderr)
+
+
 def _coloured(line: str) -> Text:
     text = Text(line)
     text.highlight_regex(r"^ +\[\d\]", "bold cyan")
@@ -137,5 +174,6 @@ def _save(name: str, title: str, what: Group, width: int) -> Path:
 
 
 if __name__ == "__main__":
-    for picture in sys.argv[1:] or ("top", "demo"):
-        {"top": top, "demo": demo}[picture]()
+    made = {"top": top, "demo": demo, "fleet": fleet}
+    for picture in sys.argv[1:] or made:
+        made[picture]()

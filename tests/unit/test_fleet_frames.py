@@ -1,0 +1,229 @@
+"""What a fleet's page is sent: deltas that add up to a snapshot, readers at their own pace, and what is said at its
+top."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fleet_world import HOSTILE, SITUATIONS, ScriptedSource, filled
+from status_world import rank, sample
+
+from bus.wire.messages import RankStatus, Status
+from pdbus.fleet.figures import Sample
+from pdbus.fleet.frames import NAMES_OF, RATED, Frames, host_of
+from pdbus.fleet.history import History
+from pdbus.fleet.readers import GONE_S, LATE_S, MAX_READERS, Reader, Readers
+from pdbus.fleet.verdict import ALIKE, Line, Slos, lines_of, shortened
+
+
+def event_of(message: bytes) -> tuple[str, dict[str, Any]]:
+    assert message.endswith(b"\n\n")
+    assert message.count(b"\n") == 3, "an event of two lines"
+    first, second = message.decode().strip().split("\n")
+    return first.removeprefix("event: "), json.loads(second.removeprefix("data: "))
+
+
+class Page:
+    """Applies messages as the page's script does."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, dict[int, list[Any]]] = {}
+        self.rest: dict[str, list[Any]] = {}
+
+    def apply(self, message: bytes) -> dict[str, Any]:
+        event, body = event_of(message)
+        if event == "snapshot":
+            self.tables = {"facts": {}, "figures": {}, "rates": {}}
+            self.rest = {"rows": [], "news": []}
+        for number in body.get("gone", ()):
+            for table in self.tables.values():
+                table.pop(number, None)
+        for kind, table in self.tables.items():
+            table.update({row[0]: row for row in body.get(kind, ())})
+        for kind, all_of in self.rest.items():
+            all_of += body.get(kind, ())
+        return body
+
+
+def churning(now: float) -> list[RankStatus]:
+    """A rank joins each three seconds and one goes each five; some are busy, some idle."""
+    names = range(int(now / 5), 6 + int(now / 3))
+    return [rank(f"decode-{n}", load={"step": int(now * 10) if n % 2 else 1, "running": n % 4}) for n in names]
+
+
+def test_a_snapshot_and_the_deltas_after_it_are_what_a_later_snapshot_says() -> None:
+    frames, page = Frames(), Page()
+    for second in range(40):
+        delta = frames.add(sample(float(second), *churning(second)))
+        if second == 3:
+            page.apply(frames.snapshot())
+        elif second > 3:
+            page.apply(delta)
+    fresh = Page()
+    fresh.apply(frames.snapshot())
+    assert page.tables == fresh.tables
+    assert len(fresh.tables["facts"]) == len(churning(39))
+    assert page.rest["rows"] == fresh.rest["rows"]
+    assert all(len(row) == len(NAMES_OF[kind]) for kind, table in fresh.tables.items() for row in table.values())
+    assert all(len(row) == len(NAMES_OF["row"]) for row in fresh.rest["rows"])
+
+
+def test_a_rank_that_does_nothing_is_not_sent_again_and_a_snapshot_is_encoded_once() -> None:
+    frames = Frames()
+    frames.add(sample(0.0, rank(), rank("decode-1")))
+    for second in range(1, 31):  # until its rates are of a whole window
+        body = event_of(frames.add(sample(float(second), rank(), rank("decode-1", load={"running": second}))))[1]
+    assert [row[0] for row in body["figures"]] == [1]
+    assert "facts" not in body
+    assert "rates" not in body
+    assert frames.snapshot() is frames.snapshot()
+    before = frames.snapshot()
+    frames.add("the controller does not answer; what is shown is old")
+    assert frames.snapshot() is not before
+    assert event_of(frames.snapshot())[1]["head"]["silent"].startswith("the controller does not answer")
+
+
+def test_of_many_ranks_rates_come_in_turns_and_of_each_within_seconds() -> None:
+    frames, seen = Frames(), set()
+    ranks = [rank(f"decode-{n}") for n in range(RATED + 100)]
+    for second in range(3):
+        rated = event_of(frames.add(sample(float(second), *ranks)))[1]["rates"]
+        assert len(rated) <= RATED
+        seen |= {row[0] for row in rated}
+    assert len(seen) == RATED + 100
+
+
+def test_each_event_is_sent_once() -> None:
+    frames, page = Frames(), Page()
+    source = ScriptedSource("dead", 8)
+    frames.add(source.at(-70.0))
+    page.apply(frames.snapshot())
+    for second in range(-69, -40):
+        page.apply(frames.add(source.at(float(second))))
+    assert [news[3] for news in page.rest["news"]] == ["", "prefill-0/0", ""]
+    assert "its lease of 4 s has ended" in page.rest["news"][1][1]
+
+
+def test_names_are_in_it_as_they_are_and_a_host_is_that_of_tcp() -> None:
+    _, frames = filled("hostile", 2, 5)
+    body = event_of(frames.snapshot())[1]
+    assert {row[NAMES_OF["facts"].index("host")] for row in body["facts"]} == {HOSTILE}
+    assert (host_of("tcp://[::1]:5000"), host_of("ipc:///tmp/x"), host_of("tcp://h:1")) == ("::1", "", "h")
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+def reading() -> tuple[Readers, Reader]:
+    readers = Readers()
+    reader = readers.enter(lambda: None)
+    assert reader is not None
+    return readers, reader
+
+
+def test_a_reader_that_keeps_up_gets_each_message_once() -> None:
+    readers, reader = reading()
+    readers.publish(b"0", 0.0)
+    assert reader.take(lambda: b"all", 0.0) == b"all", "in which 0 is"
+    for second in range(1, 20):
+        readers.publish(b"%d " % second, float(second))
+        readers.publish(b"x ", second + 0.1)
+        assert reader.take(lambda: b"never", second + 0.2) == b"%d x " % second
+        assert reader.take(lambda: b"never", second + 0.2) == b""
+    assert not readers.too_late(100.0), "it waits, and nothing came"
+
+
+def test_a_reader_five_seconds_behind_gets_a_snapshot_and_keeps_no_more_bytes() -> None:
+    readers, reader = reading()
+    assert reader.take(lambda: b"old", 0.0) == b"old"
+    most = 0
+    for second in range(1, int(LATE_S) + 10):
+        readers.publish(bytes(1000), float(second))
+        most = max(most, reader.kept)
+    assert most < 1000 * LATE_S
+    assert reader.kept == 0
+    assert reader.take(lambda: b"new", 16.0) == b"new"
+    readers.publish(b"next", 16.5)
+    assert reader.take(lambda: b"never", 17.0) == b"next", "it has caught up"
+
+
+def test_a_reader_twenty_seconds_behind_is_to_be_cut_off() -> None:
+    readers, reader = reading()
+    other = readers.enter(lambda: None)
+    assert other is not None
+    assert reader.take(lambda: b"all", 0.0)
+    assert other.take(lambda: b"all", 0.0)
+    other.take(lambda: b"", 1.0)
+    assert readers.too_late(GONE_S - 0.1) == []
+    assert readers.too_late(GONE_S) == [reader]
+
+
+def test_there_are_as_many_readers_as_there_may_be_and_all_end() -> None:
+    readers, first = reading()
+    woken: list[int] = []
+    for number in range(1, MAX_READERS):
+        assert readers.enter(lambda number=number: woken.append(number)) is not None
+    assert readers.enter(lambda: None) is None
+    readers.leave(first)
+    assert readers.enter(lambda: None) is not None
+    readers.end()
+    assert woken == list(range(1, MAX_READERS))
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def said(situation: str, ranks: int = 8) -> list[Line]:
+    source, frames = filled(situation, ranks, 75)
+    frames.add(source.at(0.0))
+    return lines_of(frames.history, Slos(), asks_broker=True)
+
+
+@pytest.mark.parametrize("ranks", [8, 128])
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_each_situation_is_said_and_no_other(situation: str, ranks: int) -> None:
+    kinds = {line.kind for line in said(situation, ranks)}
+    expected = {
+        "slow": {"slow"}, "full": {"full"}, "queue": {"queue", "full"}, "dead": {"dead"}, "empty": {"unserved"},
+        "old": {"note"}, "hidden": {"note"},
+    }  # fmt: skip
+    assert kinds == expected.get(situation, set())
+
+
+def test_the_sentences() -> None:
+    (dead,) = said("dead")
+    assert dead.text.startswith("prefill-0/0 is lost for 60s (its connection closed")
+    assert dead.text.endswith("; 3 of 4 prefill ranks are ready")
+    assert dead.rank == ("prefill-0", 0)
+    queue = said("queue")[0]
+    assert queue.text.startswith(
+        "241 requests wait at the controller, 210 of them for room at a decode rank; the first"
+    )
+    assert said("empty")[0].text == "no rank has joined this controller"
+    assert "older than this page" in said("old")[0].text
+    assert "a viewer's or an admin's key" in said("hidden")[0].text
+
+
+def test_sentences_that_are_alike_are_few_and_the_worst_come_first() -> None:
+    lines = shortened(said("queue", 128))
+    assert [line.kind for line in lines] == ["queue", *["full"] * (ALIKE + 1)]
+    assert lines[-1].text == f"so are {64 - ALIKE} more"
+
+
+def test_slos_that_are_missed_are_said_where_enough_were_counted() -> None:
+    history = History()
+    history.add(sample(0.0, rank(), broker={}))
+    missed = [line.text for line in lines_of(history, Slos(80, 20), asks_broker=True) if line.kind == "slo"]
+    assert missed == ["20% of first tokens missed their SLO in the last minute"]
+    for slos in (Slos(3, 3), Slos(95, 5)):
+        assert not [line for line in lines_of(history, slos, asks_broker=True) if line.kind == "slo"]
+
+
+def test_a_broker_that_does_not_answer_is_said_where_one_was_asked() -> None:
+    history = History()
+    one = sample(0.0, rank())
+    history.add(Sample(one.at, one.wall, Status(1, "c", 1, 1.0, {}, {}, one.status.ranks, events=()), None))
+    assert [line.kind for line in lines_of(history, Slos(), asks_broker=True)] == ["broker"]
+    assert lines_of(history, Slos(), asks_broker=False) == []
