@@ -30,6 +30,7 @@ from controller.requests.table import RequestTable
 WAIT_S = 1.0  # for ranks to answer
 MAX_OPEN = 64
 MAX_SILENT = 256  # that are named
+LEAST = 4  # characters of a beginning that is no edge's name for a request
 MAX_NAMED = 64  # requests that are found by the beginning of their names
 
 
@@ -71,9 +72,10 @@ class Inquiries:
         rid, others = query.rid, []
         records = self._table.records(rid)
         # an edge's rid is its client's name for the request, and a number that the edge drew
-        if not records and (named := self._table.named(f"{rid}-", MAX_NAMED)):
-            rid, *others = named
-            records = self._table.records(rid)
+        for beginning in (f"{rid}-", *([rid] if len(rid) >= LEAST else [])):
+            if not records and (named := self._table.named(beginning, MAX_NAMED)):
+                rid, *others = named
+                records = self._table.records(rid)
         ranks = {f"{rank.key[0]}/{rank.key[1]}": rank for rank in self._members.peers.values()}
         gone: set[str] = set()
         if records:  # else all ranks: one may have run it for another controller, or a former start of this one

@@ -206,6 +206,18 @@ def test_what_ranks_know_of_another_controllers_request_is_told() -> None:
     assert [each.part for each in answers(world)[-1].parts] == ["d/0"]
 
 
+def test_four_characters_of_any_rid_find_it_and_fewer_find_none() -> None:
+    world = pair()
+    run(world, "abcdef")
+    run(world, "abcx-1")
+    for beginning, found in (("abcd", "abcdef"), ("abcde", "abcdef"), ("abcx", "abcx-1"), ("abc", ""), ("abce", "")):
+        ask(world, beginning)
+        for node in (P, D):
+            answer(world, node)
+        reply = answers(world)[-1]
+        assert (reply.rid if reply.parts else "") == found
+
+
 def test_a_rank_that_does_not_answer_or_is_gone_is_named() -> None:
     world = pair()
     run(world)
