@@ -88,6 +88,12 @@ def load_keys(directory: Path | str, *roles: KeyRole, name: str = "", default: s
     return Keys(path, f"{chosen}/{name}", zmq.curve_public(key), key)
 
 
+def any_key(directory: Path | str) -> Keys | None:
+    """Return the key in `directory` that shows most: an admin's, else a viewer's, else a client's; None for an empty
+    path. Errors are those of `load_keys`."""
+    return load_keys(directory, "admins", "viewers", "clients") if directory else None
+
+
 def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
     """Make the directory and keys of a new cluster: of its broker, one controller, an operator, an HTTP edge, and these
     nodes. ConfigError if it holds keys already, or one of the names is invalid; then no key is made."""

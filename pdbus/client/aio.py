@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
-from bus.runtime.keys import load_keys
+from bus.runtime.keys import any_key
 from bus.wire.messages import Role, Status, TraceReply
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import CLOSED
@@ -34,7 +34,7 @@ class AsyncClient(BaseClient):
     """
 
     def _start(self, keys: str | Path, seed: int | None) -> None:
-        self._keys = load_keys(keys, "admins", "viewers", "clients") if keys else None
+        self._keys = any_key(keys)
         self._rng = random.Random(seed)
         self._channels: dict[asyncio.AbstractEventLoop, LoopChannel] = {}
         self._closed = False

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from bus.errors import PartFailed
-from bus.runtime.keys import load_keys
+from bus.runtime.keys import Keys, any_key
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire.messages import Message
@@ -29,16 +29,16 @@ CLOSED = "this client is closed"
 
 class Channel(Service):
     """The background thread of a `Client`, from its construction to `stop`. `controllers` are client endpoints, `keys`
-    is a directory of keys (empty: none), `seed` is for `rng`. Raises ConfigError or StartError if it cannot start.
-    After `stop`, calls raise RuntimeError; after a bug in the thread or in a forked child, PartFailed."""
+    is a directory of keys (empty: none), or the key to use, `seed` is for `rng`. Raises ConfigError or StartError if it
+    cannot start. After `stop`, calls raise RuntimeError; after a bug in the thread or in a forked child, PartFailed."""
 
     part = "client"
 
     def __init__(
-        self, controllers: Sequence[str], patience: Patience, *, keys: str | Path = "", seed: int | None = None
+        self, controllers: Sequence[str], patience: Patience, *, keys: Keys | str | Path = "", seed: int | None = None
     ) -> None:
         self._patience = patience
-        self._keys = load_keys(keys, "admins", "viewers", "clients") if keys else None
+        self._keys = keys if isinstance(keys, Keys) else any_key(keys)
         self.rng = random.Random(seed)  # any thread draws from it: a single draw is atomic
         self._controllers = controllers
         self._lock = threading.Lock()

@@ -17,6 +17,7 @@ from pdbus.text.find import places_of
 
 # The options that only the light edge has, and what does the same in vLLM's own server.
 LIGHT = {
+    "viewer_keys": "pdbus top --http",
     "api_keys": "--api-key",
     "tls_cert": "--ssl-certfile and --ssl-keyfile",
     "tls_key": "--ssl-certfile and --ssl-keyfile",
@@ -56,6 +57,12 @@ LIGHT = {
     default="",
     metavar="NAME",
     help="The name of its own key in --keys, a client's  [default: edge, or the only one]",
+)
+@click.option(
+    "--viewer-keys",
+    default="",
+    metavar="DIR",
+    help="A directory with a viewer's key of its own, for /fleet  [default: that of --keys, if it has one]",
 )
 @click.option("--api-keys", default="", metavar="FILE", help="Bearer keys, their names and quotas (docs/edge.md).")
 @click.option("--tls-cert", default="", metavar="FILE", help="PEM file; with --tls-key: HTTPS.")

@@ -14,6 +14,7 @@ import click
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError
 from bus.runtime import cli, logs, settings
+from bus.runtime.keys import any_key
 from pdbus.client import Client
 from pdbus.commands.common import (
     bus_option,
@@ -113,10 +114,13 @@ def _serve(
     from pdbus.edge.fleet_server import serve
     from pdbus.fleet.feed import Feed
     from pdbus.fleet.frames import Frames
-    from pdbus.fleet.source import BrokerStatusClient, StatusSource
+    from pdbus.fleet.source import watching
 
-    with Client(controller, keys=keys) as client, BrokerStatusClient(BusAddress(bus), keys) as broker:
+    with Client(controller, keys=keys) as client:
         wait_for_controller(client, controller, wait_s, keys)
-        frames = Frames(ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
-        source = StatusSource(client, broker)
-        serve(http, lambda publish, failed: Feed(source, frames, publish, failed), lambda url: cli.ready(url=url))
+    key, frames = any_key(keys), Frames(ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
+    serve(
+        http,
+        lambda publish, failed: Feed(lambda: watching(controller, key, bus), frames, publish, failed),
+        lambda url: cli.ready(url=url),
+    )

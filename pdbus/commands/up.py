@@ -334,4 +334,4 @@ def _show(cluster: Cluster | RayCluster) -> None:
         if cluster.spec.front != "light":
             click.echo(f"This is vLLM's own server (the API: {url}/docs); the light edge instead: --front light")
         else:
-            click.echo(f"or talk to it at {url}/ (the API: {url}/docs)")
+            click.echo(f"or talk to it at {url}/ (the API: {url}/docs, the fleet: {url}/fleet)")

@@ -30,6 +30,7 @@ from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
 from pdbus.edge.exchange import PRIORITY_MAX, Exchange, Receive, Scope, Send
+from pdbus.edge.fleet import PAGE, RANK, STREAM, Fleet, refuse_other_hosts
 from pdbus.edge.generation import Choice, Generation, Gone, Interrupted
 from pdbus.edge.keys import SLO_CLASS_MAX, Key, Keys
 from pdbus.edge.logprobs import Likelihoods
@@ -59,17 +60,19 @@ class Route:
 class Edge:
     """The application: `await edge(scope, receive, send)`. The owner calls `await edge.look()` every LOOK_S. `view` is
     the cluster by the controller's last status, `counts` has the metrics; `spans` gets the spans of traced requests
-    (None: none are exported). Raises ConfigError for an invalid file of keys."""
+    (None: none are exported). `fleet` serves `/fleet`; a text is the reason why nothing does. Raises ConfigError for an
+    invalid file of keys."""
 
     def __init__(
         self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic,
-        spans: Spans | None = None,
+        spans: Spans | None = None, fleet: Fleet | str = "this edge shows no fleet",
     ) -> None:  # fmt: skip
         self._config = config
         self._client = client
         self._clock = clock
         self._wall_s = wall_s(clock)
         self._spans = spans
+        self._fleet = fleet
         self._keys = Keys(config.api_keys) if config.api_keys else None
         self._texts = jobs.TextLoader(config.tokenizers)
         self._live: dict[Exchange, Key | None] = {}
@@ -92,6 +95,8 @@ class Edge:
             "/openapi.json": Route("GET", self._openapi, open=True, of_cluster=False),
             "/docs": Route("GET", self._docs, open=True, of_cluster=False),
             "/": Route("GET", self._home, open=True, of_cluster=False),
+            PAGE: Route("GET", self._fleet_page, open=True, of_cluster=False),
+            STREAM: Route("GET", self._fleet_stream, of_cluster=False),
         }
 
     # --- from outside -----------------------------------------------------------------------------------------------
@@ -141,10 +146,17 @@ class Edge:
             if exchange.overdue(now):
                 log.warning("client.stopped_reading", rid=exchange.rid)
                 exchange.task.cancel()
+        if isinstance(self._fleet, Fleet):
+            for exchange, key in self._live.items():
+                if exchange.path == STREAM and key is not None and self._keys is not None and not self._keys.holds(key):
+                    exchange.abort()
+            self._fleet.look()
         await self._ask()
 
     def end_streams(self) -> None:
-        """End what goes on until its reader leaves: nothing of an edge does."""
+        """End the streams of the fleet, which go on until their readers leave."""
+        if isinstance(self._fleet, Fleet):
+            self._fleet.end()
 
     def leave(self) -> None:
         """Cancel a running question to the controller, at the end of the process."""
@@ -177,6 +189,8 @@ class Edge:
             route = Route("GET", self._model)
         elif route is None and pages.asset(exchange.path) is not None:
             route = Route("GET", self._asset, open=True, of_cluster=False)
+        elif route is None and exchange.path.startswith(RANK):
+            route = Route("GET", self._fleet_rank, of_cluster=False)
         if route is None:
             instead = FRONT if exchange.path in FRONT_PATHS else "see /docs"
             raise HttpError(404, f"there is no {exchange.path[:200]}; {instead}", code="not_found")
@@ -422,6 +436,28 @@ class Edge:
 
     async def _file(self, exchange: Exchange, file: pages.File) -> None:
         await exchange.answer(200, file.body, file.kind, pages.HEADERS)
+
+    # --- the fleet --------------------------------------------------------------------------------------------------
+
+    async def _fleet_page(self, exchange: Exchange) -> None:
+        await self._fleet_for(exchange).page(exchange)
+
+    async def _fleet_stream(self, exchange: Exchange) -> None:
+        await self._fleet_for(exchange).stream(exchange)
+
+    async def _fleet_rank(self, exchange: Exchange) -> None:
+        await self._fleet_for(exchange).rank(exchange)
+
+    def _fleet_for(self, exchange: Exchange) -> Fleet:
+        """Return the fleet. Raises HttpError: 404 where none is shown, 403 unless the request's key is an operator's;
+        without API keys 421 for a name that is not this machine's."""
+        if isinstance(self._fleet, str):
+            raise HttpError(404, self._fleet, code="not_found")
+        if self._keys is None:
+            refuse_other_hosts(exchange, exposed=False)
+        elif exchange.path != PAGE and ((key := self._live[exchange]) is None or not key.operator):
+            raise HttpError(403, "the fleet is for keys with operator = true", code="forbidden")
+        return self._fleet
 
 
 async def _stream(exchange: Exchange, generation: Generation, writer: answers.Writer) -> None:

@@ -20,6 +20,7 @@ class EdgeConfig:
     controller: str = ""  # its base address; empty: the default
     keys: str = ""  # directory of CURVE keys, for tcp to the cluster
     key_name: str = ""  # the name of its own key there (a client's); empty: edge, else the only one
+    viewer_keys: str = ""  # directory of CURVE keys with a viewer's, for /fleet; empty: `keys`
     api_keys: str = ""  # file of bearer keys; empty: everyone who reaches the port may use it
     tls_cert: str = ""  # with tls_key: PEM files; empty: plain HTTP
     tls_key: str = ""

@@ -16,13 +16,18 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from bus.errors import ConfigError
+from bus.runtime.keys import EDGE, Keys, load_keys
 from bus.runtime.logs import get_logger
 from pdbus import pages
+from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import HttpError
 from pdbus.edge.exchange import Exchange
 from pdbus.fleet.feed import Feed
+from pdbus.fleet.frames import Frames
 from pdbus.fleet.history import SPAN_S, RankRow
 from pdbus.fleet.readers import MAX_READERS, Reader, Readers
+from pdbus.fleet.source import watching
 
 PAGE, STREAM, RANK = "/fleet", "/fleet/stream", "/fleet/rank/"
 SEND_BUFFER = 64 << 10  # bytes that the kernel keeps for a reader: of more, one that reads nothing would not be noticed
@@ -140,6 +145,23 @@ class Fleet:
         self._feed = None
         self._readers.end()
         self._failed(error)
+
+
+def fleet_of(config: EdgeConfig, controller: str) -> MakeFeed | str:
+    """Return what makes the feed of an edge's `/fleet`, or the reason why the edge shows none: it has no viewer's key
+    in a cluster with keys, or no API keys although other machines reach it. Raises ConfigError when `viewer_keys` is
+    given and has no such key."""
+    if config.exposed and not config.api_keys:
+        return "the fleet is shown to API keys marked operator, or on a loopback address; this edge has neither"
+    key: Keys | None = None
+    if config.keys or config.viewer_keys:
+        try:
+            key = load_keys(config.viewer_keys or config.keys, "viewers", default=EDGE)
+        except ConfigError:
+            if config.viewer_keys:
+                raise
+            return f"the fleet takes a viewer's key of the edge's own: pdbus keys add KEYS viewer {EDGE}"
+    return lambda publish, failed: Feed(lambda: watching(controller, key), Frames(asks_broker=False), publish, failed)
 
 
 def refuse_other_sites(exchange: Exchange) -> None:

@@ -6,6 +6,7 @@
     requests_per_minute = 600
     tokens_per_minute = 200000
     slo_class = "interactive"  # optional: for requests that name none
+    operator = true            # optional: it may look at the fleet
 
 Each of several edges counts by itself. Owns the file and the counts; sends no answers.
 """
@@ -56,6 +57,7 @@ class Key:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     slo_class: str = ""
+    operator: bool = False
     in_flight: int = 0
     _requests: Allowance = field(init=False)
     _tokens: Allowance = field(init=False)
@@ -92,8 +94,9 @@ class Key:
         self.in_flight -= count
 
     def terms(self) -> tuple[int | str, ...]:
-        """Return the limits and the SLO class, to see whether the file has changed them."""
-        return self.requests_in_flight, self.requests_per_minute, self.tokens_per_minute, self.slo_class
+        """Return the limits and rights, to see whether the file has changed them."""
+        limits = self.requests_in_flight, self.requests_per_minute, self.tokens_per_minute
+        return *limits, self.slo_class, self.operator
 
 
 class Keys:
@@ -110,6 +113,10 @@ class Keys:
         if scheme.lower() != b"bearer":
             return None
         return self._keys.get(hashlib.sha256(token.strip()).hexdigest())
+
+    def holds(self, key: Key) -> bool:
+        """Return true if the file still has the key, and with the same terms."""
+        return any(each is key for each in self._keys.values())
 
     def refresh(self) -> None:
         """Read the file again if it has changed; keys with the same name and limits keep their counts. An invalid file
@@ -153,8 +160,8 @@ def _read(path: Path) -> dict[str, Key]:
     for name, entry in entries.items():
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}: {name} stands outside of a [name]")
-        if strange := entry.keys() - {"key", "sha256", "slo_class", *LIMITS}:
-            choices = ", ".join(("key", "sha256", "slo_class", *LIMITS))
+        if strange := entry.keys() - {"key", "sha256", "slo_class", "operator", *LIMITS}:
+            choices = ", ".join(("key", "sha256", "slo_class", "operator", *LIMITS))
             raise ConfigError(f"{path}: [{name}] has {min(strange)!r}; choose from {choices}")
         slo_class = entry.get("slo_class", "")
         if not isinstance(slo_class, str) or len(slo_class) > SLO_CLASS_MAX:
@@ -162,12 +169,15 @@ def _read(path: Path) -> dict[str, Key]:
         limits = {limit: entry.get(limit, 0) for limit in LIMITS}
         if not all(isinstance(value, int) and value >= 0 for value in limits.values()):
             raise ConfigError(f"{path}: the limits of [{name}] must be whole numbers from 0 (none) on")
+        operator = entry.get("operator", False)
+        if not isinstance(operator, bool):
+            raise ConfigError(f"{path}: operator of [{name}] is true or false")
         digest = _digest(entry)
         if digest is None:
             raise ConfigError(f"{path}: [{name}] needs key (8 characters or more) or sha256 (64 of hex)")
         if digest in keys:
             raise ConfigError(f"{path}: [{name}] has the key of [{keys[digest].name}]")
-        keys[digest] = Key(name, **limits, slo_class=slo_class)
+        keys[digest] = Key(name, **limits, slo_class=slo_class, operator=operator)
     if not keys:
         raise ConfigError(f'{path} holds no key; write one like: [alice] and below it key = "..."')
     return keys

@@ -29,6 +29,7 @@ from pdbus.edge.client import EdgeClient
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.connection import Connection, connections_of
 from pdbus.edge.exchange import Receive, Scope, Send
+from pdbus.edge.fleet import Fleet, fleet_of
 
 BACKLOG = 2048
 PROGRESS_S = 2.0
@@ -55,7 +56,8 @@ async def _serve(
     listener = listen(config)
     controller = config.controller or default_controller()
     async with EdgeClient(controller, config.keys, config.key_name) as client:
-        edge = Edge(config, client, spans=spans)
+        make = fleet_of(config, controller)
+        edge = Edge(config, client, spans=spans, fleet=make if isinstance(make, str) else Fleet(make, _log_feed))
         server = Server(config, edge)
         if click.get_current_context(silent=True) is not None:
             server.reload = Reload(server.reconfigure, server.leave)
@@ -89,6 +91,11 @@ def listen(config: EdgeConfig) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
         raise StartError(f"cannot listen on {config.http}: {why}; choose another --http") from None
+
+
+def _log_feed(error: Exception) -> None:
+    """Log what has ended the fleet's feed: the next reader begins another."""
+    log.error("fleet.feed_ended", error=str(error))
 
 
 def url_of(config: EdgeConfig, listener: socket.socket) -> str:

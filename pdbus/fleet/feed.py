@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from bus.wire.messages import MemberKey
 from pdbus.fleet.frames import Frames
@@ -12,18 +13,18 @@ from pdbus.fleet.history import RankRow
 from pdbus.fleet.source import StatusSource
 
 ASK_S = 1.0
+Opened = Callable[[], AbstractContextManager[StatusSource]]
 
 
 class Feed(threading.Thread):
-    """Asks `source` each second and hands the delta for all readers to `publish`, on this thread. An exception that
-    ends it goes to `failed`. The other methods may be called by any thread."""
+    """Asks a source each second and hands the delta for all readers to `publish`, on this thread. `opened` opens the
+    source. An exception that ends the thread goes to `failed`. The other methods may be called by any thread."""
 
     def __init__(
-        self, source: StatusSource, frames: Frames, publish: Callable[[bytes], None],
-        failed: Callable[[Exception], None],
-    ) -> None:  # fmt: skip
+        self, opened: Opened, frames: Frames, publish: Callable[[bytes], None], failed: Callable[[Exception], None]
+    ) -> None:
         super().__init__(name="fleet", daemon=True)
-        self._source = source
+        self._opened = opened
         self._frames = frames
         self._publish = publish
         self._failed = failed
@@ -33,14 +34,15 @@ class Feed(threading.Thread):
     def run(self) -> None:
         """The thread's loop; `start` runs it."""
         try:
-            due = time.monotonic()
-            while not self._leaving.is_set():
-                update = self._source.ask()
-                with self._lock:
-                    delta = self._frames.add(update)
-                self._publish(delta)
-                due = max(due + ASK_S, time.monotonic())
-                self._leaving.wait(due - time.monotonic())
+            with self._opened() as source:
+                due = time.monotonic()
+                while not self._leaving.is_set():
+                    update = source.ask()
+                    with self._lock:
+                        delta = self._frames.add(update)
+                    self._publish(delta)
+                    due = max(due + ASK_S, time.monotonic())
+                    self._leaving.wait(due - time.monotonic())
         except Exception as error:
             if not self._leaving.is_set():
                 self._failed(error)

@@ -6,18 +6,22 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 
 import zmq
 
 from bus.endpoints import BusAddress
 from bus.errors import PeerLost, RemoteProtocolError, RequestFailed
-from bus.runtime.keys import load_keys
+from bus.runtime.keys import Keys, any_key
 from bus.runtime.sockets import Sockets
 from bus.wire import codec
 from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery
 from pdbus.client import Client
+from pdbus.client.channel import Channel
 from pdbus.client.questions import Questions
 from pdbus.fleet.figures import Sample
 
@@ -27,11 +31,11 @@ ASK_S = 2.0  # how long a controller may take to answer
 
 
 class BrokerStatusClient:
-    """Asks the broker for its counts, over one connection. `keys` is the directory of keys (empty: none). For one
-    thread; use it in a `with` block. Raises ConfigError for invalid keys."""
+    """Asks the broker for its counts, over one connection. `keys` is the directory of keys (empty: none), or the key to
+    use. For one thread; use it in a `with` block. Raises ConfigError for invalid keys."""
 
-    def __init__(self, address: BusAddress, keys: str = "") -> None:
-        self._sockets = Sockets(keys=load_keys(keys, "admins", "viewers", "clients") if keys else None)
+    def __init__(self, address: BusAddress, keys: Keys | str = "") -> None:
+        self._sockets = Sockets(keys=keys if isinstance(keys, Keys) else any_key(keys))
         self._broker = address.bootstrap
         self._dealer = self._sockets.dealer(self._broker)
         self._questions = Questions()
@@ -87,6 +91,27 @@ class StatusSource:
         self._epoch = status.epoch
         at, wall = time.monotonic(), time.time()
         return Sample(at, wall, status, self._broker.ask() if self._broker is not None else None)
+
+
+@contextmanager
+def watching(controller: str, keys: Keys | None, bus: str = "") -> Iterator[StatusSource]:
+    """Give a source of a controller's statuses, and of the counts of the broker at `bus` (empty: none is asked), for
+    one thread. `keys` None: the cluster has none. Raises ConfigError for a wrong address."""
+    with ExitStack() as exits:
+        client = exits.enter_context(Viewer(controller, keys))
+        broker = exits.enter_context(BrokerStatusClient(BusAddress(bus), keys or "")) if bus else None
+        yield StatusSource(client, broker)
+
+
+class Viewer(Client):
+    """A client with a key that was loaded before."""
+
+    def __init__(self, controller: str, keys: Keys | None) -> None:
+        self._own = keys
+        super().__init__(controller)
+
+    def _start(self, keys: str | Path, seed: int | None) -> None:
+        self._channel = Channel(self._controllers.endpoints, self._patience, keys=self._own or "", seed=seed)
 
 
 class Watcher(threading.Thread):

@@ -7,6 +7,8 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from status_world import rank
@@ -144,7 +146,11 @@ def filled(situation: str, ranks: int, before_s: int = BEFORE_S) -> tuple[Script
 def main(situation: str, ranks: str, port: str = "0") -> None:
     """Serve the page until SIGTERM; the URL is the first line."""
     source, frames = filled(situation, int(ranks), BEFORE_S if int(ranks) < 100 else 90)
-    serve(port, lambda publish, failed: Feed(source, frames, publish, failed), lambda url: print(url, flush=True))  # type: ignore[arg-type]
+
+    def feed(publish: Callable[[bytes], None], failed: Callable[[Exception], None]) -> Feed:
+        return Feed(lambda: nullcontext(source), frames, publish, failed)  # type: ignore[arg-type]
+
+    serve(port, feed, lambda url: print(url, flush=True))
 
 
 if __name__ == "__main__":

@@ -703,7 +703,8 @@ def test_metrics_count_what_happened() -> None:
 def test_the_api_page_knows_every_endpoint_and_field() -> None:
     world = World()
     document = run(world.get("/openapi.json")).json
-    served = set(world.edge._routes) - {"/", "/docs", "/openapi.json"}
+    for_people = {"/", "/docs", "/openapi.json", "/fleet", "/fleet/stream"}
+    served = set(world.edge._routes) - for_people
     assert set(document["paths"]) == served
     page = run(world.get("/docs")).body.decode()
     for name in ("max_completion_tokens", "stop_token_ids", "input_ids", "x-request-deadline-s", "logprobs"):

@@ -69,4 +69,10 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "pdbus.edge.generation:Generation.cancel", "choice.answer.result is None", "False"),
     Cut("E32", "integration/test_edge_live.py::test_a_first_signal_lets_streams_finish_and_a_second_does_not",
         "pdbus.edge.server:Server.leave", "self.force_exit = self.should_exit", "self.force_exit = True"),
+    Cut("E33", "integration/test_fleet_edge.py::test_an_operators_key_looks_and_one_that_is_taken_away_is_cut_off",
+        "pdbus.edge.app:Edge._fleet_for", "not key.operator", "False"),
+    Cut("E34", "integration/test_fleet_edge.py::test_without_keys_this_machine_looks_under_its_own_names",
+        "pdbus.edge.app:Edge._fleet_for", "refuse_other_hosts(exchange, exposed=False)", "pass"),
+    Cut("E35", "integration/test_fleet_edge.py::test_an_edge_that_other_machines_reach_shows_nothing_without_api_keys",
+        "pdbus.edge.fleet:fleet_of", "config.exposed and not config.api_keys", "False"),
 )  # fmt: skip
