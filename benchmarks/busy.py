@@ -1,7 +1,7 @@
 """The processes of the `controllers` benchmark: nodes with thousands of ranks at work, and a controller that counts.
 The nodes are those of `benchmarks.node`, but each load report is a new one, and costs this machine as little as it can.
 
-A load, or every fifth time the membership with the load, was encoded beforehand: only its numbers change. A thread of
+Five loads, every fifth of them with the membership, were encoded beforehand: only their numbers change. A thread of
 its own publishes them, since a loop that polls hundreds of connections has no time for it.
 """
 
@@ -76,7 +76,7 @@ class Busy(node.Rank):
         publisher.report(structs.replace(load, step=0), now)  # something else
         publications += publisher.tick(now + 2 * publisher.report_gap_s)  # one gap later may be an ulp too early
         member, report = [structs.replace(each.message, seq=NUMBER) for each in publications]
-        self._messages = [member, *[report] * (MEMBER_EVERY - 1)]
+        self._messages = [_other(each, at) for at, each in enumerate([member, *[report] * (MEMBER_EVERY - 1)])]
         self._acks: tuple[Ack, ...] | None = None
 
     def report(self) -> None:
@@ -94,6 +94,12 @@ class Busy(node.Rank):
         """Return step, true (it computes) and the load's number, for a pong to the controller."""
         number = NUMBER + self.published
         return number, True, number
+
+
+def _other(message: Any, at: int) -> Message:
+    load = structs.replace(message.load, running=at + 1, kv_tokens=1_000 * (at + 1))
+    changed: Message = structs.replace(message, load=load)
+    return changed
 
 
 def _with(message: Any, acks: tuple[Ack, ...]) -> Message:
