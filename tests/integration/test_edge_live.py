@@ -1,4 +1,4 @@
-"""`pdbus serve` and `pdbus up --http` with what people use: the openai package, curl, a browser; and with faults."""
+"""`pdbus serve` and `pdbus up --http` with what people use: the openai package and curl; and with faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import browser
 import openai
 import pytest
 from edge_process import Serve, get, streaming, url, wait
@@ -192,7 +191,7 @@ def test_who_leaves_ends_the_request_at_its_rank(cluster: Up, program: openai.Op
     assert metric(base, "pdbus_edge_requests_in_flight") == 0
 
 
-# --- curl and a browser -------------------------------------------------------------------------------------------
+# --- curl ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_curl_line_that_up_prints_works(cluster: Up) -> None:
@@ -208,25 +207,6 @@ def test_curl_streams(cluster: Up) -> None:
     done = subprocess.run(line, input=body.encode(), capture_output=True, check=True, timeout=120)
     assert done.stdout.startswith(b'data: {"id":"cmpl-')
     assert done.stdout.endswith(b"data: [DONE]\n\n")
-
-
-@pytest.mark.skipif(not browser.CHROMIUM, reason="make test-browser has chromium")
-def test_the_chat_page_in_a_browser(cluster: Up, tmp_path: Path) -> None:
-    async def look() -> None:
-        async with browser.opened(url(cluster) + "/?q=hello", tmp_path) as page:
-            await page.until("document.querySelectorAll('.rank').length == 4")
-            facts = await page.until("document.querySelector('.facts')?.textContent")
-            assert re.match(r"prefill-0/\d → decode-0/\d · first token after \d+ ms", facts)
-            await page.run("document.getElementById('text').value = 'and more'")
-            await page.run("document.getElementById('send').click()")
-            await page.until("document.querySelectorAll('.turn').length == 4")
-            await page.run("document.getElementById('send').click()")  # it says Stop now
-            await page.until("document.getElementById('send').textContent == 'Send'")
-            assert not await page.run("document.querySelector('.error')?.textContent")
-            assert await page.run("$('model').hidden && $('model').value == 'tiny'")
-            assert await page.run("choose(['a', 'b']); !$('model').hidden && $('model').value == 'a'")
-
-    asyncio.run(look())
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------

@@ -1,29 +1,34 @@
 """The pictures of README.md and docs/operations.md, made from what runs: `pdbus top` over a busy cluster of which a
-rank was killed, the demo as it streams, and the page of a fleet. `make pictures` writes them to docs/img.
+rank was killed, the demo as it streams, the chat page and a fleet's page. `make pictures` writes them to docs/img.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from browser import opened
+from edge_process import Serve
 from PIL import Image
 from rich.console import Console, Group
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
+from up_process import Up
 
 from bus.endpoints import BusAddress
 from bus.errors import BusError
 from pdbus.client import Client
+from pdbus.demo import PROMPTS
 from pdbus.fleet.figures import Sample
 from pdbus.fleet.history import History
 from pdbus.fleet.source import BrokerStatusClient
@@ -31,11 +36,16 @@ from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.top.screen import lines_of
 from pdbus.top.view import View
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Route
+
 IMAGES = Path(__file__).parents[2] / "docs" / "img"
 WIDTH, HEIGHT = 112, 21
 DEMO_WIDTH = 120
 WATCHED_S = 24.0  # more than the window that rates are of
 KILLED_S = 17.0
+WAIT_S = 240.0  # for an answer
+QUESTIONS = (PROMPTS[0], "And what of Germany?")
 SPEED, PAUSE_S = 2.5, 1.0  # of the demo's recording; no line waits longer for the next
 FACES = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
@@ -132,19 +142,56 @@ def fleet() -> None:
                 url = process.stdout.readline().split("url=")[-1].strip()
                 time.sleep(WATCHED_S)
                 cluster.kill("prefill-0/1")
-                asyncio.run(_photograph(url, IMAGES / "fleet.png"))
+                with _page(1280, 1010) as page:
+                    page.goto(url)
+                    page.wait_for_selector("#verdict.bad li button")
+                    time.sleep(KILLED_S / 4)  # until charts show it
+                    _photograph(page, "fleet.png")
             finally:
                 process.terminate()
 
 
-async def _photograph(url: str, path: Path) -> None:
-    with TemporaryDirectory() as profile:
-        async with opened(url, Path(profile)) as page:
-            size = {"width": 1280, "height": 1010, "deviceScaleFactor": 1, "mobile": False}
-            await page.call("Emulation.setDeviceMetricsOverride", **size)
-            await page.until("Boolean(document.querySelector('#verdict.bad li button'))")
-            await asyncio.sleep(KILLED_S / 4)  # until charts show it
-            await page.picture(path)
+def chat() -> None:
+    """The chat page after an answer of the demo's model, while the next one streams."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pd") as folder,
+        Up(Path(folder)) as up,
+        Serve(up.controller, "--chat-max-tokens", "96") as edge,
+        _page(1000, 560) as page,
+    ):
+        page.route("**/chat/completions", _without_chance)
+        page.goto(edge.url)
+        for question in QUESTIONS:
+            page.get_by_label("Message").fill(question)
+            page.keyboard.press("Enter")
+            if question != QUESTIONS[-1]:
+                page.locator(".facts").wait_for()
+        page.locator(".turn").last.filter(has_text=re.compile(".{90}", re.DOTALL)).wait_for()
+        _photograph(page, "chat.png")
+
+
+def _without_chance(route: Route) -> None:
+    """Ask for the likeliest token each time: the page asks with the model's own settings."""
+    route.continue_(post_data=route.request.post_data_json | {"temperature": 0})
+
+
+@contextmanager
+def _page(width: int, height: int) -> Iterator[Page]:
+    """A page in Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which(os.environ.get("CHROMIUM", "chromium"))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium)
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.set_default_timeout(WAIT_S * 1000)
+        yield page
+        browser.close()
+
+
+def _photograph(page: Page, name: str) -> None:
+    path = IMAGES / name
+    page.screenshot(path=path)
     Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
     print(f"wrote {path} ({path.stat().st_size // 1024} KiB)", file=sys.stderr)
 
@@ -174,6 +221,6 @@ def _save(name: str, title: str, what: Group, width: int) -> Path:
 
 
 if __name__ == "__main__":
-    made = {"top": top, "demo": demo, "fleet": fleet}
+    made = {"top": top, "demo": demo, "chat": chat, "fleet": fleet}
     for picture in sys.argv[1:] or made:
         made[picture]()

@@ -25,7 +25,9 @@ def get(path: str) -> Any:
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/pages/chat.js", "/pages/chat.css", "/pages/icon.svg"])
 def test_each_comes_with_a_policy_that_lets_nothing_else_in(path: str) -> None:
+    """E36."""
     headers = get(path).headers
+    assert "content-security-policy" in headers
     policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
     assert policy.pop("default-src") == policy.pop("frame-ancestors") == policy.pop("base-uri") == "'none'"
     assert policy.pop("form-action") == policy.pop("trusted-types") == "'none'", "nothing makes HTML of a text"
@@ -45,6 +47,7 @@ def test_what_is_served_is_the_packages_files_and_no_other() -> None:
         answer = get(path)
         assert (answer.status, answer.body) == (200, resources.files(pages).joinpath(name).read_bytes())
         assert answer.headers["content-type"].split(";")[0] in {"text/css", "text/javascript", "image/svg+xml"}
+    assert get("/favicon.ico").body == get("/pages/icon.svg").body
     for path in ("", "/", "/pages/", "/pages/../pages/chat.js", "/pages/__init__.py", "/pages//chat.js", "/pages/x.js"):
         assert pages.asset(path) is None
     assert get("/pages/__init__.py").status == get("/pages/../edge/app.py").status == 404

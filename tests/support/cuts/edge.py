@@ -75,4 +75,6 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "pdbus.edge.app:Edge._fleet_for", "refuse_other_hosts(exchange, exposed=False)", "pass"),
     Cut("E35", "integration/test_fleet_edge.py::test_an_edge_that_other_machines_reach_shows_nothing_without_api_keys",
         "pdbus.edge.fleet:fleet_of", "config.exposed and not config.api_keys", "False"),
+    Cut("E36", "unit/test_pages.py::test_each_comes_with_a_policy_that_lets_nothing_else_in",
+        "pdbus.edge.app:Edge._file", "pages.HEADERS", "()"),
 )  # fmt: skip
