@@ -33,7 +33,7 @@ def script(answers: dict[str, str], model: str = "a-model") -> Script:
     return Script(tuple(Answer(ids(mark), ids(text)) for mark, text in answers.items()), model, vocab_size=259)
 
 
-TALK = script({QUESTION: ANSWER, "And?": "That is all that I know.", "more": "More: " + "and so on, " * 200})
+TALK = script({QUESTION: ANSWER, "And?": "That is all that I know.", "more": "line\n" * 150})
 
 
 class Stage:

@@ -95,6 +95,7 @@ def test_a_reader_further_up_is_left_there(cluster: Stage, visit: Go) -> None:
     talk = page.get_by_role("log")
     ask(page, "more")
     expect(page.locator(".facts")).to_be_visible()
+    assert talk.evaluate("talk => talk.scrollHeight > 2 * talk.clientHeight")
     assert talk.evaluate("talk => talk.scrollTop + talk.clientHeight > talk.scrollHeight - 2"), "it followed"
     cluster.gate.close()
     ask(page, QUESTION)
