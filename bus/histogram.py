@@ -49,7 +49,11 @@ class Distribution(NamedTuple):
 
 def trimmed(counts: Sequence[int]) -> tuple[int, ...]:
     """Return the counts without the zeros at the end, the form in messages."""
-    last = next((at for at in range(len(counts), 0, -1) if counts[at - 1]), 0)
+    if not any(counts):  # as most are in a fleet that begins
+        return ()
+    last = len(counts)
+    while not counts[last - 1]:
+        last -= 1
     return tuple(counts[:last])
 
 

@@ -33,7 +33,7 @@ RATES = (
     "kv_sent_bytes_s", "kv_received_bytes_s", "fetch_s",
 )  # fmt: skip
 ROW = tuple(name for name in FleetRow._fields if name != "at")
-RATED = 512  # ranks whose rates are computed for one message: of more ranks they come in turns
+RATED, ROUND = 128, 8  # ranks whose rates are in one message: of more they come in turns, of each within 8 messages
 NAMES = 20  # codes, keys
 SLO_SAMPLES = 60
 
@@ -143,11 +143,11 @@ class Frames:
         )  # fmt: skip
 
     def _in_turn(self, ranks: list[RankStatus]) -> list[RankStatus]:
-        if len(ranks) <= RATED:
+        many = max(RATED, -(-len(ranks) // ROUND))
+        if len(ranks) <= many:
             return ranks
-        self._turn %= len(ranks)
-        some = list(islice(ranks, self._turn, self._turn + RATED))
-        self._turn += RATED
+        some = list(islice(ranks, self._turn, self._turn + many))
+        self._turn = self._turn + many if self._turn + many < len(ranks) else 0
         return some
 
     def _rates_of(self, rank: RankStatus) -> tuple[Any, ...]:

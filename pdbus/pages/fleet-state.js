@@ -108,4 +108,4 @@ export function age(value) {
 }
 
 export const clock = (wall) => new Date(1000 * wall).toLocaleTimeString("en-GB");
-export const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+export const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;

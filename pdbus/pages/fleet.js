@@ -6,6 +6,8 @@ import { watch } from "./fleet-stream.js";
 
 const MANY = 100, ROWS = 12, MORE_ROWS = 50, ROLES = ["prefill", "decode", "unified"];
 const COLUMNS = ["estimated requests", "running", "waiting", "KV memory in use", "step time", "busy", "prompt tokens/s", "output tokens/s", "cache hits", "TTFT p99", "KV fetch", "age of report", "failed"];
+const MAIN = new Set(["estimated requests", "running", "waiting", "KV memory in use", "step time", "age of report"]);
+
 // Of each kind of sentence: the word before it, and what the headline says of so many.
 const KINDS = {
   unserved: ["✕ none", (count, ranks, text) => text], dead: ["✕ dead", (count, ranks) => `${ranks} ${is(count)} dead`],
@@ -122,9 +124,9 @@ function queue() {
   body.dataset.shown = key;
   if (!its || !waits) { body.replaceChildren(); return; }
   const kinds = its.kinds.map(([model, roles, requests, pinned]) => [`${roles.join("+")}${model ? ` of ${model}` : ""}${pinned ? " (chosen)" : ""}`, requests]);
-  body.replaceChildren(table(["for ranks of", ""], kinds),
-    ...(its.priorities.length > 1 ? [table(["priority", ""], its.priorities.map(([priority, requests]) => [String(priority), requests]))] : []),
-    ...(its.keys.some(([name]) => name) ? [table(["key", ""], its.keys.map(([name, requests]) => [name || "(none)", requests]))] : []));
+  body.replaceChildren(table(["for ranks of", "requests"], kinds),
+    ...(its.priorities.length > 1 ? [table(["priority", "requests"], its.priorities.map(([priority, requests]) => [String(priority), requests]))] : []),
+    ...(its.keys.some(([name]) => name) ? [table(["key", "requests"], its.keys.map(([name, requests]) => [name || "(none)", requests]))] : []));
 }
 
 function legend(many) {
@@ -184,23 +186,30 @@ function ranksTable(ranks) {
   if (!heads.rows.length || heads.dataset.sort !== choice.sort + choice.up) {
     heads.dataset.sort = choice.sort + choice.up;
     heads.replaceChildren(el("tr", {}, el("th", { scope: "col" }, "rank"), el("th", { scope: "col" }, "state"), ...COLUMNS.map((name) =>
-      el("th", { scope: "col", "aria-sort": name === choice.sort ? (choice.up ? "ascending" : "descending") : "none" },
+      el("th", { scope: "col", class: kindOf(name), "aria-sort": name === choice.sort ? (choice.up ? "ascending" : "descending") : "none" },
         el("button", { type: "button", click: () => { choice.up = choice.sort === name && !choice.up; choice.sort = name; draw(); } }, `${name}${name === choice.sort ? (choice.up ? " ▲" : " ▼") : ""}`)))));
   }
   const some = found.slice(0, choice.rows);
   while (body.rows.length > some.length) body.lastChild.remove();
   while (body.rows.length < some.length)
     body.append(el("tr", {}, el("td", {}, el("button", { type: "button", click: (event) => open(Number(event.currentTarget.dataset.id)) })), el("td"), ...COLUMNS.map(() => el("td"))));
+  const kinds = COLUMNS.map(kindOf);
   some.forEach((rank, place) => {
     const cells = body.rows[place].cells, name = cells[0].firstChild, state = stateOf(rank);
     name.dataset.id = rank.id;
     put(name, rank.name);
     put(cells[1], `${state.mark} ${state.word}`.trim());
-    COLUMNS.forEach((column, at) => put(cells[2 + at], CHOICES[column].show(CHOICES[column].of(rank) ?? null)));
+    COLUMNS.forEach((column, at) => {
+      if (cells[2 + at].className !== kinds[at]) cells[2 + at].className = kinds[at];
+      put(cells[2 + at], CHOICES[column].show(CHOICES[column].of(rank) ?? null));
+    });
   });
   put($("shown"), `${some.length} of ${counted(found.length, "rank")}`);
   $("more").hidden = some.length === found.length;
 }
+
+// How wide a page must be to have the column.
+const kindOf = (name) => (name === choice.sort ? "" : MAIN.has(name) ? "main" : "minor");
 
 // --- charts and events -----------------------------------------------------------------------------------------------
 
@@ -236,7 +245,7 @@ function failed() {
   if (host.dataset.shown === key) return;
   host.dataset.shown = key;
   const rows = [...codes.map(([code, count]) => [`failed: ${code}`, count]), ...refused.map(([code, count]) => [`refused: ${code}`, count])];
-  host.replaceChildren(rows.length ? table(["since the controller began", ""], rows) : "Nothing failed, and nothing was refused.");
+  host.replaceChildren(rows.length ? table(["since the controller began", "times"], rows) : "Nothing failed, and nothing was refused.");
 }
 
 // --- all of it -------------------------------------------------------------------------------------------------------
