@@ -147,18 +147,18 @@ export class HeatMap {
 
 // --- charts ----------------------------------------------------------------------------------------------------------
 
-const WIDTH = 400, HEIGHT = 120, LEFT = 44, BOTTOM = 16, TOP = 6;
+const WIDTH = 400, HEIGHT = 110, LEFT = 0, BOTTOM = 4, TOP = 6;
 
 export function chart(title) {
   const caption = el("figcaption"), picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": title });
-  const made = el("figure", { class: "chart" }, caption, picture);
-  made.parts = { caption, picture, title };
+  const axis = el("p", { class: "axis" }, el("span"), el("span"), el("span", {}, "now")), made = el("figure", { class: "chart" }, caption, picture, axis);
+  made.parts = { caption, picture, title, axis };
   return made;
 }
 
 // Draw `series` ([name, values] each) over `times`; `limit` is a line with its name; `events` are [time, text, bad].
 export function renewChart(made, times, series, { show, limit = 0, note = "", events = [], until, most = 0 }) {
-  const { caption, picture, title } = made.parts;
+  const { caption, picture, title, axis } = made.parts;
   const from = Math.min(times[0] ?? until, until - 60), across = (time) => LEFT + ((WIDTH - LEFT) * (time - from)) / (until - from);
   const values = series.flatMap(([, its]) => its).filter((value) => value !== null);
   const top = Math.max(most, limit && values.length ? 1.15 * limit : 0, ...values) || 1;
@@ -182,9 +182,9 @@ export function renewChart(made, times, series, { show, limit = 0, note = "", ev
     return svg("path", { class: `k${place}`, d: path || "M0 0" });
   });
   const slo = limit ? [svg("line", { class: "slo", x1: LEFT, x2: WIDTH, y1: up(limit), y2: up(limit) })] : [];
-  const words = [[0, up(top) + 9, show(top)], [0, HEIGHT - BOTTOM, "0"], [LEFT, HEIGHT - 3, `${age(Math.round(until - from))} ago`], [WIDTH - 24, HEIGHT - 3, "now"]]
-    .map(([x, y, text]) => svg("text", { x, y }, text));
-  picture.replaceChildren(...lines, ...marks, ...slo, ...paths, ...words);
+  put(axis.children[0], `${age(Math.round(until - from))} ago`);
+  put(axis.children[1], `from 0 to ${show(top)}`);
+  picture.replaceChildren(...lines, ...marks, ...slo, ...paths);
 }
 
 export function table(heads, rows) {

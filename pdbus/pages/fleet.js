@@ -67,7 +67,9 @@ function verdict() {
     list.replaceChildren(...lines.map(([level, which, text, id]) => el("li", {}, el("span", { class: `mark ${level}` }, KINDS[which][0]), " ",
       id === null ? `${text}.` : el("button", { type: "button", click: () => open(id) }, `${text}.`))), el("li", { class: "summary" }));
   }
-  if (fleet.seq >= 0) put(list.querySelector(".summary"), summary());
+  if (fleet.seq < 0) return;
+  put(list.querySelector(".summary"), summary());
+  if (fleet.wall) put($("clock"), `${silent ? "as of " : ""}${clock(fleet.wall)}`);
 }
 
 const upper = (text) => text[0].toUpperCase() + text.slice(1);
@@ -255,7 +257,6 @@ function draw() {
   if (fleet.seq < 0 || !fleet.head.controller) return;
   const { head } = fleet, ranks = [...fleet.ranks.values()], many = ranks.length >= MANY;
   put($("where"), `${head.controller}, up ${age(head.uptime_s)}${Object.entries(head.methods).map(([role, method]) => `, ${role} by ${method}`).join("")}`);
-  put($("clock"), `${trouble || head.silent ? "as of " : ""}${clock(fleet.wall)}`);
   queue();
   const alone = ranks.length > 0 && ranks.every((rank) => rank.role === "unified");
   $("flow").className = alone ? "alone" : "";

@@ -1,0 +1,118 @@
+"""The page of a fleet: what a person sees of each situation, and does there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from fleet_pages import ROOT, PageServer
+from fleet_world import HOSTILE
+from person import Go
+from playwright.sync_api import Locator, Page, expect
+
+WORLD = str(ROOT / "tests" / "support" / "fleet_world.py")
+SAID = {
+    "well": "✓ All is well", "busy": "✓ All is well", "slow": "▲ 1 decode rank is slow",
+    "full": "▲ 1 decode rank is full", "dead": "✕ 1 prefill rank is dead",
+    "empty": "✕ No rank has joined this controller",
+    "old": "✓ All is well", "hidden": "✓ All is well", "hostile": "✓ All is well",
+}  # fmt: skip
+LOOKED_AT = ("slow", "empty", "hostile")  # and below
+Start = Callable[[str, int], PageServer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    made: list[PageServer] = []
+
+    def begin(situation: str, ranks: int) -> PageServer:
+        made.append(PageServer(WORLD, situation, str(ranks)))
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+def headline(page: Page) -> Locator:
+    return page.locator("#verdict .headline")
+
+
+@pytest.mark.parametrize("situation", SAID)
+def test_a_situation_is_said_at_the_top(situation: str, start: Start, visit: Go) -> None:
+    seen = visit(start(situation, 8).url)
+    expect(headline(seen.page)).to_have_text(SAID[situation])
+    expect(seen.page.locator(".tile")).to_have_count(0 if situation == "empty" else 8)
+    if situation == "old":
+        expect(seen.page.locator("#verdict")).to_contain_text("this controller is older than this page")
+    if situation == "hostile":
+        expect(seen.page.get_by_text(f"on {HOSTILE}").first).to_be_visible()
+    if situation in LOOKED_AT:
+        seen.look(f"fleet {situation}")
+
+
+def test_a_queue_in_front_of_512_ranks_and_a_rank_by_keyboard(start: Start, visit: Go) -> None:
+    page = (seen := visit(start("queue", 512).url)).page
+    expect(headline(page)).to_have_text("▲ Requests wait for room, and 256 decode ranks are full")
+    expect(page.locator("#verdict li", has_text="so are 251 more")).to_be_visible()
+    expect(page.locator("#queue")).to_contain_text("241 requests wait")
+    seen.look("fleet queue 512")
+    page.get_by_role("combobox", name="Figure").select_option("step time")
+    page.get_by_role("searchbox", name="Find").fill("decode-7/")
+    expect(page.locator("#table tbody tr")).to_have_count(8)
+    page.locator("#prefill canvas").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#legend")).to_contain_text("prefill-0/1, ready, step time")
+    page.keyboard.press("Enter")
+    expect(page.locator("#detail h2")).to_have_text("prefill-0/1")
+    expect(page.locator("#detail .chart").first).to_contain_text("estimate")
+    page.keyboard.press("Escape")
+    expect(page.locator("#detail")).to_be_hidden()
+
+
+def test_a_sentence_opens_its_rank(start: Start, visit: Go) -> None:
+    page = (seen := visit(start("dead", 8).url)).page
+    page.locator("#verdict li button").click()
+    expect(page.locator("#detail .what")).to_contain_text("its lease of 4 s has ended")
+    expect(page.locator("#detail .chart path.k0").first).to_be_attached()
+    seen.look("fleet a dead rank")
+    page.get_by_role("button", name="Close", exact=True).click()
+    expect(page.locator("#detail")).to_be_hidden()
+
+
+def test_two_pages_of_a_browser_share_a_stream_and_one_that_goes_leaves_it(start: Start, visit: Go) -> None:
+    server = start("well", 2)
+    seen = visit(server.url)
+    seen.allow("^window: ")
+    streams: list[str] = []
+    context = seen.page.context
+    expect(headline(seen.page)).to_have_text("✓ All is well")
+    context.on("request", lambda request: streams.append(request.url) if "/stream" in request.url else None)
+    other = context.new_page()
+    other.goto(server.url)
+    expect(headline(other)).to_have_text("✓ All is well")
+    expect(other.locator(".tile")).to_have_count(2)
+    assert len(streams) == 1, "the first page has begun its stream again, for a snapshot"
+    clock = other.locator("#clock").text_content() or ""
+    expect(other.locator("#clock")).not_to_have_text(clock)
+    seen.page.goto("about:blank")
+    clock = other.locator("#clock").text_content() or ""
+    expect(other.locator("#clock")).not_to_have_text(clock)
+    assert len(streams) == 2
+    seen.page.goto(server.url)
+
+
+def test_a_wrong_token_and_a_server_that_has_gone_are_said(start: Start, visit: Go) -> None:
+    server = start("well", 2)
+    wrong = visit(server.url.replace("#token=", "#token=x"))
+    wrong.allow("401")
+    expect(headline(wrong.page)).to_have_text(re.compile("Open the URL that pdbus top --http has printed"))
+    wrong.look("fleet wrong token")
+    seen = visit(server.url)
+    expect(headline(seen.page)).to_have_text("✓ All is well")
+    seen.allow("ERR_|Failed to load")
+    assert server.leave() == 0
+    expect(headline(seen.page)).to_have_text("✕ The page server does not answer")
+    expect(seen.page.locator("#clock")).to_contain_text("as of")
+    seen.look("fleet server gone")
