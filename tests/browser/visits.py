@@ -45,7 +45,7 @@ class Visit:
         self._context = browser.new_context(viewport={"width": 1100, "height": 700}, color_scheme="light")
         self._context.set_default_timeout(WAIT_MS)
         self._origin = urlsplit(url)[:2]
-        self._pictures = pictures
+        self.pictures = pictures
         self._allowed: dict[str, int] = {}
         self._axe = 0
         self.faults: list[str] = []
@@ -88,8 +88,8 @@ class Visit:
             self.page.set_viewport_size({"width": width, "height": height})
             for scheme in SCHEMES:
                 self.page.emulate_media(color_scheme=scheme)
-                if self._pictures is not None:
-                    self.page.screenshot(path=self._pictures / f"{state.replace(' ', '-')}-{width}-{scheme}.png")
+                if self.pictures is not None:
+                    self.page.screenshot(path=self.pictures / f"{state.replace(' ', '-')}-{width}-{scheme}.png")
                 assert self.page.evaluate(SIDEWAYS) == [], f"{state}: cut off or scrolls sideways, {width} wide"
                 assert self._violations() == [], f"{state}: axe, {width} wide, {scheme}"
         self.page.emulate_media(color_scheme="light")
