@@ -96,10 +96,8 @@ class VirtualRank:
         self._acks_now = tuple(self._acks.values())
         if not sequence.imported and self._run is not None:
             self._interrupt()
-        if read:
-            self.scheduler.add_reader(sequence, read)
-        else:
-            self.scheduler.add(sequence, parked=sequence.imported)
+        sequence.read = read // self.pool.block_tokens
+        self.scheduler.add(sequence, parked=sequence.imported)
         self._fresh.append(sequence.expected)
         self._begin()
 
@@ -136,7 +134,8 @@ class VirtualRank:
         """Compute the rest of the prompt of `seq`: `read` tokens of it have been read from another rank."""
         self._change()
         self._interrupt()
-        self.scheduler.compute(seq, read)
+        computed = self.scheduler.sequence(seq).computed
+        self.scheduler.has_read(seq, (computed + read) // self.pool.block_tokens)
         self._begin()
 
     def release(self, seq: int) -> None:
@@ -196,8 +195,7 @@ class VirtualRank:
         """Handle a change: admit the sequences that fit into memory, and begin the next step unless one is in
         progress."""
         for sequence in self.scheduler.take_admitted():
-            if self.scheduler.fetches(sequence):
-                self._on_admitted(sequence)
+            self._on_admitted(sequence)
         if self._prompt_run is not None and self.scheduler.lines:
             self._interrupt()  # each step may make room for what waits
         if not self._stepping:

@@ -80,7 +80,6 @@ class LabScheduler(Scheduler):
     def __init__(self, pool: RunPool, *, max_running: int, chunk_tokens: int) -> None:
         super().__init__(pool, max_running=max_running, chunk_tokens=chunk_tokens)
         self.first_apart = False  # an imported sequence's first decode step is not part of a run: its end is an event
-        self._to_read: dict[int, int] = {}  # by sequence that waits: the prompt tokens that another rank has
         self._prompts: dict[int, Sequence] = {}  # in phase PROMPT, in order of admission
         self._since: dict[int, int] = {}  # decoding: the step up to which `Sequence.computed` counts
         self._context = 0  # tokens that these have computed
@@ -192,34 +191,10 @@ class LabScheduler(Scheduler):
         super().start(seq, first_token)
         self._join(self._sequences[seq])
 
-    def add_reader(self, sequence: Sequence, read: int) -> None:
-        """Queue a sequence of which another rank has the first `read` prompt tokens. It counts as imported until
-        `compute`."""
-        sequence.imported = True
-        self.add(sequence)
-        self._expect(sequence, min(sequence.expected, len(sequence.prompt) - read))
-        self._to_read[sequence.id] = read
-
-    def fetches(self, sequence: Sequence) -> bool:
-        """Return true if an admitted sequence has to fetch something. One that would read no more than this rank has
-        itself begins to compute."""
-        read = self._to_read.pop(sequence.id, None)
-        if read is None:
-            return True
-        lacks = max(0, read - sequence.cached_tokens)
-        self._expect(sequence, sequence.expected - lacks)
-        if not lacks:
-            self.compute(sequence.id, 0)
-        return lacks > 0
-
-    def compute(self, seq: int, read: int) -> None:
-        """Let a sequence that has read `read` tokens compute the rest of its prompt."""
-        sequence = self._sequences[seq]
-        sequence.imported = False
-        sequence.phase = Phase.PROMPT
+    def has_read(self, seq: int, blocks: int) -> int:
+        tokens = super().has_read(seq, blocks)
         self._prompts = {each.id: each for each in self._running.values() if each.phase is Phase.PROMPT}
-        self._cached(sequence, read)
-        self._commit(sequence)
+        return tokens
 
     def end_step(self, duration_s: float) -> list[Sequence]:
         """End the step, as `complete` does, and return the sequences with a first or a last token."""

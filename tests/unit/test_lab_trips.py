@@ -199,13 +199,13 @@ def test_what_decode_no_longer_has_is_computed() -> None:
 def test_a_reader_counts_what_it_will_compute_and_holds_its_slot() -> None:
     scheduler = LabScheduler(RunPool(12, 16), max_running=1, chunk_tokens=64)
     hashes = array("Q", (1, 2, 3, 4, 5, 6))
-    reader = Sequence(1, range(100), 1, hold=True, hashes=hashes)
-    scheduler.add_reader(reader, 48)
+    reader = Sequence(1, range(100), 1, hold=True, hashes=hashes, read=3)
+    scheduler.add(reader)
     assert scheduler.waiting_tokens == 52
-    assert [scheduler.fetches(each) for each in scheduler.take_admitted()] == [True]
+    assert scheduler.take_admitted() == [reader]
     assert (scheduler.running, scheduler.waiting_tokens) == (1, 52)
     assert scheduler.begin_step(SimTiming()) is None, "there is nothing to compute yet"
-    scheduler.compute(1, 32)
+    scheduler.has_read(1, 2)
     assert (scheduler.waiting_tokens, scheduler.kv_tokens, scheduler.pool.cached) == (68, 32, 2), "it got less"
     while reader.phase is Phase.PROMPT:
         assert scheduler.begin_step(SimTiming()) is not None
@@ -223,9 +223,9 @@ def test_a_reader_that_has_found_it_all_here_computes_at_once() -> None:
     scheduler.begin_step(SimTiming())
     scheduler.end_step(1.0)
     scheduler.release(1)
-    reader = Sequence(2, range(60), 1, hold=True, hashes=hashes)
-    scheduler.add_reader(reader, 32)
-    assert [scheduler.fetches(each) for each in scheduler.take_admitted()] == [False]
+    reader = Sequence(2, range(60), 1, hold=True, hashes=hashes, read=2)
+    scheduler.add(reader)
+    assert scheduler.take_admitted() == []
     assert (reader.phase, scheduler.waiting_tokens) == (Phase.PROMPT, 12)
 
 
