@@ -156,7 +156,7 @@ class Balancer:
             tokens = self._charges[of].charge(rank, submit) if of in self._charges else submit.prompt_tokens
             if read and role == "prefill":
                 tokens = min(tokens, max(1, submit.prompt_tokens - read))
-            number = self.table.charge(rank, tokens)
+            number = self.table.charge(rank, tokens, fetches=role == "decode")
             legs += (LegRun(role, rank, tokens, number, now, role != "prefill" or submit.leg == "prefill"),)
             if routed:
                 rank.routed_total += target_of(role, submit)[1] is not None
@@ -170,7 +170,7 @@ class Balancer:
         """Take the charge of a leg back at its end: `end` is its rank's report; None: it was given up. Return true if
         it ended well. The policy learns of it."""
         ok = end is not None and end.code == "ok"
-        self.table.end(leg.rank, leg.charge, ok=ok)
+        self.table.end(leg.rank, leg.charge, fetches=leg.role == "decode", ok=ok)
         of = leg.rank.info.role
         if of in self._learns:
             self._learns[of].ended(leg.rank, submit, end, 0.0 if end is None else now - leg.began)
@@ -178,7 +178,7 @@ class Balancer:
 
     def unsent(self, leg: LegRun, submit: Submit) -> None:
         """Take back the charge of a dispatch that never left this process."""
-        self.table.undo(leg.rank, leg.charge)
+        self.table.undo(leg.rank, leg.charge, fetches=leg.role == "decode")
         of = leg.rank.info.role
         if of in self._learns:
             self._learns[of].ended(leg.rank, submit, None, 0.0)

@@ -167,11 +167,10 @@ def _solved(sums: list[list[float]]) -> tuple[float, ...]:
 
 def queued_tokens(rank: RankLoad) -> int:
     """Return the prompt tokens that wait at `rank` or are on their way there: the estimate without tokens that
-    only occupy KV memory."""
-    if rank.load is None:
-        return rank.tokens
-    left_out = rank.held_tokens or (rank.load.kv_tokens if rank.counts_queue_only else 0)
-    return max(0, rank.tokens - (rank.load.kv_tokens - left_out))
+    only occupy KV memory, or will do so at a decode rank that computes prompts too."""
+    if rank.counts_queue_only or rank.load is None:
+        return rank.tokens - rank.idle_tokens
+    return max(0, rank.tokens - rank.load.kv_tokens)
 
 
 def _computed(last: Load, load: Load) -> int:

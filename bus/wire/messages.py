@@ -183,6 +183,7 @@ class Load(Message, frozen=True, kw_only=True):
     # kept for that by an engine with a connector of its own, part of `kv_tokens`
     kv_sent_bytes_total: Count | None = None  # of KV blocks sent to other ranks since the epoch began
     kv_received_bytes_total: Count | None = None  # of KV blocks that came from other ranks, damaged ones too
+    to_compute_tokens: Count | None = None  # of `waiting_tokens`, those that the rank is to compute itself
 
 
 # --- publications (PUB -> XSUB/XPUB -> SUB); `seq` rises by one per message of that tag and epoch -------------

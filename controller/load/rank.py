@@ -6,6 +6,7 @@ kept of a rank is in `controller.rank`.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from bus.wire.messages import Hello, Load, Location, MemberKey
@@ -31,15 +32,20 @@ class RankLoad:
     __slots__ = (
         "acked",
         "acked_tokens",
+        "base_idle",
         "base_requests",
         "base_tokens",
         "candidate",
+        "counts_fetches",
         "counts_queue_only",
         "dispatched_before",
         "epoch",
         "failed_total",
+        "fetches",
+        "fetching_tokens",
         "hard_requests",
         "held_tokens",
+        "idle_tokens",
         "info",
         "interval_s",
         "key",
@@ -59,6 +65,7 @@ class RankLoad:
         "others_requests",
         "others_tokens",
         "outstanding",
+        "outstanding_fetches",
         "outstanding_tokens",
         "params",
         "ready",
@@ -94,13 +101,19 @@ class RankLoad:
         self.load_from_engine = False  # it was not published by the rank, but read from its engine
         self.interval_s = 0.0  # it declares to report at least this often; 0: it has not said
         self.counts_queue_only = info.role == "prefill"  # its KV tokens cost no time
+        self.counts_fetches = False  # of a decode rank: nor do those that it is to fetch
         self.held_tokens = 0  # that the estimate of a unified or decode rank leaves out: its credit counts them
+        self.idle_tokens = 0  # of `tokens`, those that such a decode rank holds or is to fetch: no step computes them
+        self.base_idle = 0
         self.base_requests = 0
         self.base_tokens = 0
         # what I sent in this epoch, what the report says was ingested, and what is outstanding (not ended)
         self.sent = 0
         self.sent_tokens = 0
         self.undone = 0  # dispatches numbered, of which nothing was sent
+        # of those in flight, the ones that will only fetch: how many were sent with each, and its tokens
+        self.fetches: deque[tuple[int, int]] = deque()
+        self.fetching_tokens = 0  # of all of these
         self.acked = 0
         self.acked_tokens = 0
         self.newly_acked = 0  # of `acked`, what the last report acknowledged first
@@ -110,6 +123,7 @@ class RankLoad:
         self.rebase = False
         self.outstanding = 0
         self.outstanding_tokens = 0
+        self.outstanding_fetches = 0  # of these tokens, those of legs that only fetch
         # other controllers: sent and acknowledged, by controller epoch, and what is in flight of theirs in all
         self.others: dict[int, tuple[int, int]] = {}
         self.other_acks: dict[int, tuple[int, int]] = {}

@@ -36,6 +36,7 @@ MAX_CONTROLLERS = 64
 MAX_CLOSED = 4096  # starts of ranks that have left, of which it is remembered how far their dispatches were numbered
 SEQ_JUMP = 1 << 40  # a seq may be a time in nanoseconds; beyond, no later report of its rank would be believed
 HELD_PART = 32  # of what a decode rank holds that computes prompts too, one in so many counts as queued: it slows steps
+MAX_FETCHES = 4096  # in flight to a rank, that are known to be no work for it
 HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this many times the credit
 
 
@@ -90,6 +91,7 @@ class LoadTable:
             self.close(old)
         rank = RankLoad(info)
         rank.counts_queue_only = info.role in self._queue_only and (info.role != "decode" or info.prefills)
+        rank.counts_fetches = rank.counts_queue_only and info.role == "decode"
         if old is not None:
             rank.dispatched_before, rank.routed_total = old.dispatched_total, old.routed_total
             rank.failed_total = old.failed_total + old.outstanding  # these end with it
@@ -180,7 +182,9 @@ class LoadTable:
         if rank.counts_queue_only:
             rank.held_tokens = apart = _apart(rank, load)
             rank.base_tokens -= apart
-            if rank.info.role == "prefill":
+            if rank.counts_fetches:
+                rank.base_idle = _idle(load)
+            elif rank.info.role == "prefill":
                 rank.held_tokens = 0
         self._acknowledge(rank, load.acks)
         _refresh(rank)
@@ -249,10 +253,10 @@ class LoadTable:
 
     # --- what goes out ----------------------------------------------------------------------------------------
 
-    def charge(self, rank: RankLoad, tokens: int) -> int:
-        """Charge a dispatch of `tokens` (of its prompt) to `rank`: its estimate rises at once. Each charge must be
-        undone or ended once, with the same `tokens`. Return the dispatch's number (1, 2, ... for this controller epoch
-        and node epoch), which the dispatch carries."""
+    def charge(self, rank: RankLoad, tokens: int, *, fetches: bool = False) -> int:
+        """Charge a dispatch of `tokens` (of its prompt) to `rank`: its estimate rises at once. `fetches`: the rank will
+        fetch them, and computes none. Each charge must be undone or ended once, with the same arguments. Return the
+        dispatch's number (1, 2, ... for this controller epoch and node epoch), which the dispatch carries."""
         rank.sent += 1
         rank.sent_tokens += tokens
         rank.outstanding += 1
@@ -261,31 +265,43 @@ class LoadTable:
         rank.tokens += tokens
         self.turn += 1
         rank.last_turn = self.turn
+        if fetches and rank.counts_fetches:
+            rank.outstanding_fetches += tokens
+            if len(rank.fetches) < MAX_FETCHES:
+                rank.fetches.append((rank.sent, tokens))
+                rank.fetching_tokens += tokens
+            rank.idle_tokens = _idle_tokens(rank)
         _index(rank)
         return rank.sent + rank.undone
 
-    def undo(self, rank: RankLoad, tokens: int, *, given_up: bool = False) -> None:
+    def undo(self, rank: RankLoad, tokens: int, *, fetches: bool = False, given_up: bool = False) -> None:
         """Take back a charged dispatch that never left this process: the estimate falls at once, and its number is not
         used again. `given_up`: it was ended before, with `ok` false. Totals do not fall."""
         rank.undone += 1
         rank.sent -= 1
         rank.sent_tokens -= tokens
+        rank.fetches.clear()  # it may be any of these: what is still on its way counts in full until a report has it
+        rank.fetching_tokens = 0
         if not given_up:
             rank.outstanding -= 1
             rank.outstanding_tokens -= tokens
+            if fetches and rank.counts_fetches:
+                rank.outstanding_fetches -= tokens
         early = max(0, rank.acked - rank.sent)  # not ingested, but taken for it when the connection was new
         early_tokens = max(0, rank.acked_tokens - rank.sent_tokens)
         _shift(rank, early, early_tokens)
         rank.acked, rank.acked_tokens = rank.acked - early, rank.acked_tokens - early_tokens
         _refresh(rank)
 
-    def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
+    def end(self, rank: RankLoad, tokens: int, *, fetches: bool = False, ok: bool = True) -> None:
         """End a dispatch of `tokens`: it is no longer outstanding; the estimate falls only with the rank's next report.
         `ok` false: it failed or was given up, and counts as failed."""
         if not ok:
             rank.failed_total += 1
         rank.outstanding -= 1
         rank.outstanding_tokens -= tokens
+        if fetches and rank.counts_fetches:
+            rank.outstanding_fetches -= tokens
         if rank.stale or rank.slow:
             _refresh(rank)
 
@@ -333,8 +349,9 @@ class LoadTable:
             assert 0 <= rank.failed_total <= rank.ended_total, rank
             assert rank.requests >= 0 <= rank.tokens, rank
             assert rank.stale != (rank in fresh), rank
-            want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
-            assert (rank.requests, rank.tokens) == want, (rank, want)
+            want = _estimate(rank)
+            assert (rank.requests, rank.tokens, rank.idle_tokens) == want, (rank, want)
+            assert 0 <= rank.idle_tokens <= rank.tokens, rank
             apart = rank.counts_queue_only and rank.info.role != "prefill"
             held = _apart(rank, rank.load) if apart and rank.load is not None and not rank.stale else 0
             assert rank.held_tokens == held, rank
@@ -377,6 +394,8 @@ class LoadTable:
         rank.newly_acked_tokens = acked_tokens - rank.acked_tokens
         rank.acked = acked
         rank.acked_tokens = acked_tokens
+        while rank.fetches and rank.fetches[0][0] <= acked:
+            rank.fetching_tokens -= rank.fetches.popleft()[1]
 
     def _limit(self, rank: RankLoad) -> None:
         info = rank.info
@@ -429,6 +448,8 @@ def _refresh(rank: RankLoad) -> None:
     else:
         rank.requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
         rank.tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
+    if rank.counts_fetches:
+        rank.idle_tokens = _idle_tokens(rank)
     _index(rank)
 
 
@@ -449,9 +470,25 @@ def _apart(rank: RankLoad, load: Load) -> int:
     return load.kv_tokens - load.kv_tokens // HELD_PART if rank.info.role == "decode" else load.kv_tokens
 
 
-def _estimate(rank: RankLoad) -> tuple[int, int]:
-    """Return the invariant computed from the records alone; `validate` compares the counters with it."""
-    assert rank.load is not None
+def _idle(load: Load) -> int:
+    """Return the tokens that the estimate of a decode rank has of `load`, and that it need not compute: a part of those
+    in its KV memory, and those that it is to fetch."""
+    held = load.kv_tokens // HELD_PART
+    return held if load.to_compute_tokens is None else held + max(0, load.waiting_tokens - load.to_compute_tokens)
+
+
+def _idle_tokens(rank: RankLoad) -> int:
+    """Return the same of its whole estimate: with legs that are on their way to it, or as these alone say."""
+    if rank.stale:
+        return rank.outstanding_fetches
+    return rank.base_idle + min(rank.fetching_tokens, rank.in_flight_tokens)
+
+
+def _estimate(rank: RankLoad) -> tuple[int, int, int]:
+    """Return the invariant computed from the records alone: requests, tokens, and of these the ones that nothing has to
+    compute; `validate` compares the counters with it."""
+    if rank.stale or rank.load is None:
+        return rank.outstanding, rank.outstanding_tokens, rank.outstanding_fetches
     work = rank.load.waiting_tokens + rank.load.kv_tokens - (_apart(rank, rank.load) if rank.counts_queue_only else 0)
     requests = rank.load.running + rank.load.waiting + rank.in_flight
     tokens = work + rank.in_flight_tokens
@@ -459,7 +496,8 @@ def _estimate(rank: RankLoad) -> tuple[int, int]:
         sent, sent_tokens = rank.others.get(epoch, (0, 0))
         requests += max(0, sent - acked)
         tokens += max(0, sent_tokens - acked_tokens)
-    return requests, tokens
+    idle = _idle(rank.load) + min(sum(tokens for _, tokens in rank.fetches), rank.in_flight_tokens)
+    return requests, tokens, idle if rank.counts_fetches else 0
 
 
 def info_key(info: Hello) -> MemberKey:

@@ -69,6 +69,7 @@ class LegAccounting:
     def __init__(self) -> None:
         self.running = 0
         self.waiting_tokens = 0
+        self.to_fetch_tokens = 0  # of these, of decode legs
         self.kv_tokens = 0
         self.kv_pinned = 0  # of these, of legs that are held for their decode ranks
         self.begun: set[Leg] = set()  # legs that the scheduler has begun; it may begin one again after a preemption
@@ -89,7 +90,7 @@ class LegAccounting:
     def start(self, leg: Leg, cached_tokens: int = 0) -> None:
         """Add a leg, which waits; so many tokens of its prompt are expected to be in the prefix cache."""
         self._waits[leg] = tokens = leg.prompt_tokens - cached_tokens
-        self.waiting_tokens += tokens
+        self._wait(leg, tokens)
 
     def end(self, leg: Leg) -> None:
         """Remove a leg; do nothing where it is unknown or over."""
@@ -102,7 +103,7 @@ class LegAccounting:
                 self._held.remove(leg)
                 self.kv_pinned -= leg.prompt_tokens
         elif waits is not None:
-            self.waiting_tokens -= waits
+            self._wait(leg, -waits)
 
     def note(self, event: RunnerEvent) -> None:
         """Count an event of the scheduler: a leg's first output or beginning makes it run, its end removes it."""
@@ -112,13 +113,18 @@ class LegAccounting:
             if waits != NOTHING:
                 self._waits[leg] = NOTHING
                 self.running += 1
-                self.waiting_tokens -= waits
+                self._wait(leg, -waits)
                 self.kv_tokens += leg.prompt_tokens
             if isinstance(event, Held) and leg in self._waits and leg not in self._held:
                 self._held.add(leg)
                 self.kv_pinned += leg.prompt_tokens
         elif isinstance(event, _ENDS):
             self.end(event.leg)
+
+    def _wait(self, leg: Leg, tokens: int) -> None:
+        self.waiting_tokens += tokens
+        if leg.role == "decode":
+            self.to_fetch_tokens += tokens
 
 
 class ThreadedRunner:
@@ -168,11 +174,12 @@ class ThreadedRunner:
         """Return the load: the legs counted here, corrected by the scheduler's last report."""
         legs, load = self._legs, self._load
         kv_tokens = max(0, legs.kv_tokens + load.kv_tokens)
+        waiting_tokens = max(0, legs.waiting_tokens + load.waiting_tokens)
         return Load(
             seq=0,
             running=max(0, legs.running + load.running),
             waiting=max(0, legs.waiting + load.waiting),
-            waiting_tokens=max(0, legs.waiting_tokens + load.waiting_tokens),
+            waiting_tokens=waiting_tokens,
             kv_tokens=kv_tokens,
             step=load.step or self._outputs,
             kv_capacity=0,
@@ -183,6 +190,7 @@ class ThreadedRunner:
             admitted_tokens_total=self._admitted_tokens,
             computed_tokens_total=self._computed_tokens,
             kv_pinned=min(legs.kv_pinned, kv_tokens),
+            to_compute_tokens=max(0, waiting_tokens - legs.to_fetch_tokens),
         )
 
     def turn(self, now: float) -> None:

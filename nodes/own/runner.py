@@ -151,6 +151,7 @@ class OwnRunner:
             computed_tokens_total=s.computed_tokens_total,
             kv_cached=s.kv_cached,
             kv_pinned=s.kv_pinned,
+            to_compute_tokens=s.to_compute_tokens,
         )
 
     def turn(self, now: float) -> None:

@@ -53,6 +53,7 @@ class Scheduler:
         self._lent: dict[int, list[int]] = {}  # blocks kept for another rank, by the id of a sequence to come
         self._coming: dict[int, int] = {}  # blocks of prompts, by hash: the sequence that is the first to compute it
         self._waiting_tokens = 0
+        self._to_fetch = 0  # of these, of imported sequences
         self._kv_tokens = 0
 
     # --- load figures -------------------------------------------------------------------------------------------
@@ -71,6 +72,11 @@ class Scheduler:
     def waiting_tokens(self) -> int:
         """The prompt tokens not yet computed or fetched; without those that the prefix cache is expected to save."""
         return self._waiting_tokens
+
+    @property
+    def to_compute_tokens(self) -> int:
+        """The part of `waiting_tokens` that this rank computes itself: not of prompts whose KV comes from elsewhere."""
+        return self._waiting_tokens - self._to_fetch
 
     @property
     def kv_tokens(self) -> int:
@@ -421,7 +427,10 @@ class Scheduler:
         self._kv_tokens += tokens
 
     def _expect(self, sequence: Sequence, tokens: int) -> None:
-        self._waiting_tokens += tokens - sequence.expected
+        more = tokens - sequence.expected
+        self._waiting_tokens += more
+        if sequence.imported:
+            self._to_fetch += more
         sequence.expected = tokens
 
     def _remove(self, sequence: Sequence) -> None:
@@ -447,6 +456,7 @@ class Scheduler:
         self._queue.validate({s for s in live if s.phase is Phase.WAITING})
         self._shares.validate(live)
         assert self._waiting_tokens == sum(s.expected for s in live)
+        assert self._to_fetch == sum(s.expected for s in live if s.imported)
         assert all(each in self._sequences[seq].first_of for each, seq in self._coming.items())
         assert self._kv_tokens == sum(s.computed for s in live)
         assert list(self._running) == [s.id for s in self._running.values()]

@@ -177,7 +177,8 @@ class TableChooser(BaseChooser):
         rank = asked[1] if asked is not None and asked[0] == request.rid else self._pick(request)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
-        (leg,) = self.balancer.charge(request, now, ((self._role, rank),), read)
+        role: Role = "unified" if request.leg == "unified" else self._role
+        (leg,) = self.balancer.charge(request, now, ((role, rank),), read)
         self._live[request.rid] = request, leg
         return rank.key[1], leg.charge
 

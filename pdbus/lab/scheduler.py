@@ -98,12 +98,13 @@ class LabScheduler(Scheduler):
         tokens each. It does what the properties do, in one call: there are eight for each request."""
         pool = self.pool
         running, capacity = len(self._running), pool.blocks * pool.block_tokens
+        waiting_tokens = max(0, self._waiting_tokens - sum(fresh))
         return Load(
             seq=0,
             step=self.step,
             running=running,
             waiting=max(0, len(self._sequences) - running - self._held - len(fresh)),
-            waiting_tokens=max(0, self._waiting_tokens - sum(fresh)),
+            waiting_tokens=waiting_tokens,
             kv_tokens=min(self._kv_tokens, pool.held * pool.block_tokens),
             kv_capacity=capacity,
             max_running=self.max_running,
@@ -113,6 +114,7 @@ class LabScheduler(Scheduler):
             busy_us_total=self.busy_us_total,
             admitted_tokens_total=self.admitted_tokens_total,
             computed_tokens_total=self.computed_tokens_total,
+            to_compute_tokens=min(waiting_tokens, self._waiting_tokens - self._to_fetch),
         )
 
     def decode_run(self, timing: SimTiming, now: float) -> DecodeRun | None:

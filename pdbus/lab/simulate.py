@@ -16,6 +16,8 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 
+from msgspec.structs import replace
+
 from bus.errors import ConfigError
 from bus.wire.messages import Ended, Role, Submit
 from controller.costs import Costs
@@ -252,7 +254,7 @@ class _Run:
             return
         if self.may_prefill_here and decode and (self.config.trip or self._prefills_here(number, submit)):
             self.at_decode[number] = True
-            course.decode_rank, charge = self._pick(self.decode, number, submit)
+            course.decode_rank, charge = self._pick(self.decode, number, replace(submit, leg="unified"))
             self.loop.call_later(hop_s, self._arrive_at_decode, number, charge)
             return
         decode_charge = read = 0

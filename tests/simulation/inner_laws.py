@@ -205,6 +205,9 @@ def _memory(node: NodeProcess) -> None:
         lent = {block for table in scheduler._lent.values() for block in table}
         held = sum(leg.prompt_tokens for leg in rank.core.legs if leg.state.value == "holding")
         apart = load.kv_pinned if rank.core.role == "decode" else 0
+        computes = sum(each.expected for each in scheduler._sequences.values() if not each.imported)
+        if load.to_compute_tokens != computes or computes > load.waiting_tokens:
+            raise Broken("what a rank is to compute is what no other computes for it", f"{node.name}/{number}: {load}")
         if (
             load.kv_cached != pool.block_tokens * (free - len(pool._free))
             or load.kv_tokens + load.kv_cached + apart > pool.blocks * pool.block_tokens

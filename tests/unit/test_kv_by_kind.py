@@ -53,6 +53,22 @@ def test_a_prompt_is_pinned_from_its_computation_until_it_is_fetched_and_then_ca
     assert memory(prefill.core.load()) == (0, 8, 0), "the full blocks are named"
 
 
+def queue(rank: Rank) -> tuple[int, int | None]:
+    load = rank.core.load()
+    return load.waiting_tokens, load.to_compute_tokens
+
+
+def test_a_prompt_that_another_rank_computes_waits_and_is_not_to_be_computed(world: World) -> None:
+    prefill, decode = Rank(world, "prefill", "p"), Rank(world, "decode", "d", decode_cache=True)
+    start((prefill, decode), "r", max_tokens=100)
+    assert queue(prefill) == (11, 11)
+    assert queue(decode) == (11, 0)
+    decode.dispatch("s", PROMPT, bootstrap_room=6, leg="unified")
+    assert queue(decode) == (22, 11)
+    world.run(1.0)
+    assert queue(prefill) == queue(decode) == (0, 0)
+
+
 def test_what_a_decode_rank_lends_is_pinned_and_neither_live_nor_cached(world: World) -> None:
     prefill = Rank(world, "prefill", "p", reads_back=True)
     decode = Rank(world, "decode", "d", decode_cache=True, reads_back=True)
@@ -96,7 +112,9 @@ def test_an_engine_with_a_connector_of_its_own_says_only_what_is_pinned(world: W
     rank = Rank(world, "prefill", "p", runner=runner)
     rank.dispatch("r", PROMPT)
     (leg,) = started
+    assert queue(rank) == (11, 11)
     runner.on_event(Began(leg))
+    assert queue(rank) == (0, 0)
     assert memory(rank.core.load()) == (11, None, 0)
     for _ in range(2):  # the second one is invalid, and the leg is over
         assert memory(rank.core.load())[2] == 0

@@ -65,7 +65,7 @@ SHOWN = {
 }  # fmt: skip
 NOT_COUNTERS = {
     "kv_tokens": "a gauge", "waiting_tokens": "a gauge", "running": "a gauge", "waiting": "a gauge",
-    "requests": "a gauge", "size": "a gauge", "alive": "a gauge",
+    "requests": "a gauge", "to_fetch_tokens": "a gauge", "size": "a gauge", "alive": "a gauge",
     "turn": "the load table's clock", "dropped": "of spans, which the log tells of",
 }  # fmt: skip
 

@@ -51,6 +51,11 @@ class Pairs:
         for _ in range(requests):
             self.table.charge(rank, tokens // requests)
 
+    def reports(self, rank: RankLoad, **figures: int | None) -> None:
+        fields = dict.fromkeys(("running", "waiting", "waiting_tokens", "kv_tokens"), 0) | figures
+        load = Load(seq=1, step=1, kv_capacity=8000, max_running=90, **fields)  # type: ignore[arg-type]
+        assert self.balancer.report(rank.key, 1, load, 1.0) is not None
+
     def submit(self, blocks: int, **fields: object) -> Submit:
         hashes = array("Q", range(1, blocks + 1)).tobytes()
         return Submit(
@@ -86,6 +91,30 @@ def test_a_new_prompt_goes_to_a_prefill_rank_and_so_does_a_turn_whose_rank_is_bu
     assert at(world.place()) == ["prefill at prefill-0", "decode at decode-0"]
 
 
+@pytest.mark.parametrize(("said", "stays"), [(0, True), (None, False), (3200, False)])
+def test_a_turn_stays_at_a_rank_where_many_only_wait_for_their_kv_caches(said: int | None, stays: bool) -> None:
+    """Nothing is computed there before it. A rank that does not say so is taken to compute all that waits."""
+    world = Pairs()
+    world.caches(world.decode[1], 9)
+    for rank in world.decode:
+        world.reports(rank, waiting=20, waiting_tokens=3200, to_compute_tokens=said)
+    assert (at(world.place()) == ["unified at decode-1"]) is stays
+
+
+def test_a_turn_stays_where_pairs_were_sent_since_the_last_report() -> None:
+    world = Pairs()
+    world.caches(world.decode[1], 9)
+    other = Submit("o", "pair", 640, 10, bootstrap_room=2)
+    for rank in world.decode:
+        world.reports(rank)
+        for _ in range(9):
+            world.balancer.charge(other, 0.0, (("decode", rank),))
+    assert at(world.place()) == ["unified at decode-1"]
+    world.balancer.charge(other, 0.0, (("unified", world.decode[1]),))
+    assert at(world.place()) == ["prefill at prefill-0", "decode at decode-0"]
+    world.table.validate()
+
+
 def test_a_busy_prefill_rank_leaves_it_to_decode() -> None:
     world = Pairs()
     world.busy(world.prefill, 1, 10_000)
@@ -94,12 +123,12 @@ def test_a_busy_prefill_rank_leaves_it_to_decode() -> None:
 
 def test_the_wish_for_a_first_token_decides_where_one_keeps_it() -> None:
     """At 0.1 ms a token: 168 tokens at decode in 18 ms, behind 200 at prefill in 37 ms."""
-    world = Pairs()
-    world.busy(world.prefill, 1, 200)
-    for rank in world.decode:
-        world.busy(rank, 16, 16)
-    assert at(world.place()) == ["prefill at prefill-0", "decode at decode-0"]
-    assert at(world.place(ttft_slo_s=0.03)) == ["unified at decode-1"]
+    for wish_s, chosen in ((0.0, ["prefill at prefill-0", "decode at decode-0"]), (0.03, ["unified at decode-0"])):
+        world = Pairs()
+        world.busy(world.prefill, 1, 200)
+        for rank in world.decode:
+            world.busy(rank, 16, 16)
+        assert at(world.place(ttft_slo_s=wish_s)) == chosen
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
@@ -162,11 +191,7 @@ def test_an_engines_own_connector_reads_what_is_pinned_alone(pinned: int | None,
     """Whatever is cached beyond that; a rank that says nothing of it pins nothing."""
     world = Pairs(prefill_at="prefill", reads_back=BOTH, kv_transfer="NixlConnector")
     world.caches(world.decode[1], 9)
-    load = Load(
-        seq=1, step=1, running=0, waiting=0, waiting_tokens=0, kv_tokens=pinned or 0, kv_capacity=8000, max_running=9,
-        kv_pinned=pinned,
-    )  # fmt: skip
-    assert world.balancer.report(world.decode[1].key, 1, load, 1.0) is not None
+    world.reports(world.decode[1], kv_tokens=pinned or 0, kv_pinned=pinned)
     assert [leg.read for leg in world.place().legs] == [read, 0]
 
 

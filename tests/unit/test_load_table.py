@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from controller_world import hello, load
+from msgspec.structs import replace
 from retained import retained
 
 from bus.wire import codec
@@ -16,6 +17,7 @@ from bus.wire.messages import MAX_ROOM, PUBLICATIONS, Role, Sent, SentTo
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
 from controller.load.table import MAX_CLOSED, MAX_CONTROLLERS, SEQ_JUMP, LoadTable
+from controller.speeds import queued_tokens
 
 ME, OTHER = 77, 88
 
@@ -342,6 +344,48 @@ def test_an_undone_charge_leaves_no_trace_but_its_number() -> None:
     assert (rank.sent, rank.sent_tokens, rank.outstanding, rank.requests) == (1, 3, 1, 1)
     assert table.charge(rank, 4) == 3
     table.validate()
+
+
+def test_what_a_rank_only_fetches_is_in_its_estimate_and_no_work_for_it() -> None:
+    """In flight, once reported, and where there is no report."""
+    table = LoadTable(ME)
+    table.count_queue_only("decode")
+    rank = table.open(replace(hello("i", 0, role="decode"), prefills=True))
+    table.set_ready(rank, True)
+
+    def seen() -> tuple[int, int, int]:
+        table.validate()
+        return rank.requests, rank.tokens, queued_tokens(rank)
+
+    assert table.charge(rank, 640, fetches=True) == 1
+    assert seen() == (1, 640, 0), "no report came yet"
+    table.apply(rank.key, 1, load(1, acks=[(ME, 0, 0)]), 0.0)
+    assert seen() == (1, 640, 0), "it is in flight"
+    table.charge(rank, 100)
+    table.charge(rank, 320, fetches=True)
+    assert seen() == (3, 1060, 100)
+    table.apply(rank.key, 1, load(2, waiting=1, waiting_tokens=640, to_compute_tokens=0, acks=[(ME, 1, 640)]), 0.1)
+    assert seen() == (3, 1060, 100)
+    waiting = {"waiting": 3, "waiting_tokens": 1060}
+    table.apply(rank.key, 1, load(3, to_compute_tokens=100, acks=[(ME, 3, 1060)], **waiting), 0.2)
+    assert seen() == (3, 1060, 100)
+    table.apply(rank.key, 1, load(4, acks=[(ME, 3, 1060)], **waiting), 0.3)
+    assert seen() == (3, 1060, 1060), "it does not say what it computes"
+    table.age(6.0)
+    assert seen() == (3, 1060, 100), "my own count"
+    table.end(rank, 640, fetches=True)
+    table.end(rank, 100)
+    assert seen() == (1, 320, 0)
+    table.apply(rank.key, 1, load(5, acks=[(ME, 3, 1060)]), 6.1)
+    table.charge(rank, 64, fetches=True)
+    table.charge(rank, 32)
+    assert seen() == (2, 96, 32)
+    table.undo(rank, 32)
+    assert seen() == (1, 64, 64), "whichever is on its way counts as work, until it is acknowledged"
+    table.undo(rank, 64, fetches=True)
+    assert seen() == (0, 0, 0)
+    table.age(12.0)
+    assert seen() == (1, 320, 0)
 
 
 def test_a_charge_that_a_rebase_took_for_ingested_can_be_undone() -> None:

@@ -33,7 +33,7 @@ BUDGETS = {  # a single pick, report, message, request or step: (instructions, c
     "report": (640, 8),
     "encode": (28, 2),
     "decode": (69, 5),
-    "dispatch": (2330, 28),
+    "dispatch": (2340, 28),
     "dispatch of a pair": (3870, 43),
     "decode step of 32 rows": (16_330, 452),
     "dispatch by cache_aware, 16 blocks": (3165, 58),

@@ -240,6 +240,9 @@ def test_each_trip_says_what_was_cached_and_counts_what_is_computed(tmp_path: Pa
                 prefill.start(prompt)
                 handle = handle_of(await prefill.until(Held, number))
             decode.start(prompt, handle=handle, leg="decode" if pair else "unified")
+            load = decode.runner.load()
+            assert load.waiting_tokens > 0
+            assert load.to_compute_tokens == (0 if pair else load.waiting_tokens)
             await decode.until(Finished, number)
             assert decode.tokens()[-6:] == sim_generate(prompt, 6, VOCAB)
             load = decode.runner.load()
