@@ -264,7 +264,7 @@ bench-slo-vllm: ## The same against real vLLM on this machine's CPU, with the re
 		--slo-ttft-s 4 --slo-tpot-s 1
 
 fault: setup ## The fault suite: kill, stop and restart every part at every stage
-	@$(BIN)/python -m pytest -q -m fault
+	@$(BIN)/python -m pytest -q -m fault --ignore tests/browser --ignore tests/streams
 
 hostile: setup ## Attack every port of live clusters, an honest client beside it
 	@PYTHONPATH=tests/support:tests/hostile $(BIN)/python -m hostile_run
