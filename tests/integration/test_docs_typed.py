@@ -49,6 +49,7 @@ TYPED = {
     "PDBUS_VLLM_CONTROLLER=tcp": "tests/real_vllm/test_front_live.py",
     "pdbus replay conversation_trace.jsonl --methods all": HERE,
     "$ pdbus trace abc": HERE,
+    "$ PDBUS_CONTROLLER_EXPLAIN=1": HERE,
     "OTEL_EXPORTER_OTLP_ENDPOINT": HERE,
     "headers: dict[str, str]": HERE,
     "pdbus serve --http": HERE,
@@ -181,14 +182,20 @@ def test_the_readmes_program_and_the_trace_of_a_request(place: Path) -> None:
         "from pdbus import Client\nwith Client() as client: client.generate('Hello', max_tokens=8, rid='abc').result\n"
     )
     (page,) = [block for block in blocks(ROOT / "docs" / "tracing.md") if block.text.startswith("$ pdbus trace")]
+    (reasons,) = [
+        block for block in blocks(ROOT / "docs" / "tracing.md") if block.text.startswith("$ PDBUS_CONTROLLER")
+    ]
+    (up, _), (why, (_, *said)) = transcript(reasons.text)
+    said = [re.sub(r" (candidates|besides).*", " …", re.sub(r"[\d,]+ tokens|in \w+ at", "…", line)) for line in said]
     ((command, shown),) = transcript(page.text)
     mine = [line for line in shown if re.search(r"asked for|received|controller-0  done", line)]
     assert len(mine) == 3, "ranks' marks come as they come"
     mine = [re.sub(r"\d+ tokens|▏", "…", line) for line in mine]
     with Terminal(place / "out", PDBUS_DIR=str(place / "s"), COLUMNS="200") as terminal:
-        terminal.type("pdbus up --model sim --prefill 1 --decode 1 2> up.log & up=$!", ["READY bus=…"])
+        terminal.type(f"{up} 2> up.log & up=$!", ["READY bus=…"])
         terminal.type("python first.py && echo && echo it went well", ["it went well"])
         terminal.type(f"python abc.py && {command}", [shown[0], *mine])
+        terminal.type(why, [said[0], said[1], said[3], said[4]])
         terminal.type("kill $up; wait $up; echo $?", ["130"])
 
 
