@@ -20,7 +20,7 @@ TEXT = BytesText()
 QUESTION = "Why is prefill apart from decode?"
 ANSWER = (
     "Prefill computes a whole prompt at once and keeps the GPU busy; decode makes one token at a time and mostly waits "
-    "for memory.\n\nApart, neither holds up the other: a long prompt delays nobody's next token."
+    "for memory.\n\nApart, neither holds up the other: a long prompt delays no other request's next token."
 )
 
 

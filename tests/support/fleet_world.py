@@ -43,7 +43,7 @@ class ScriptedSource:
         self._ttft, self._tpot = ([Histogram() for _ in range(ranks)] for _ in range(2))
 
     def ask(self) -> Sample:
-        """As `StatusSource.ask` does."""
+        """Return the next sample, as `StatusSource.ask` does."""
         return self.at(time.monotonic() - self._began)
 
     def at(self, now: float) -> Sample:

@@ -269,7 +269,7 @@ def main(prepare: Callable[[], list[random.Random]]) -> None:
     asked = socket.socket(fileno=os.dup(0))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before a child has its handlers waits for them
     discard(0, 1)
-    with open(os.dup(2), "w") as told:  # whoever waits for this gives up soon after, and would not know why
+    with open(os.dup(2), "w") as told:  # the caller stops waiting soon after that, and does not know why
         faulthandler.dump_traceback_later(LATE_S, file=told)
         drawn = prepare()
         faulthandler.cancel_dump_traceback_later()
