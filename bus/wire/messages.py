@@ -541,6 +541,7 @@ class Ended(Message, frozen=True):
     found_by: FoundBy = ""
     first_token_s: Seconds = 0.0  # ingest to first token, at the node
     cached_tokens: Count = 0
+    room: Room | None = None  # of its submit: a leg of another room is another request's. None: not known
 
 
 class Progress(_Named, frozen=True, tag="progress"):

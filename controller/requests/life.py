@@ -199,7 +199,7 @@ class RequestLifecycle:
 
     def progress(self, rank: Rank, progress: Progress, now: float, out: list[Action]) -> None:
         """Handle a rank's report of legs that started or ended: requests end, or are tried again. Reports of an older
-        attempt are ignored."""
+        attempt, or of another request that had the rid, are ignored."""
         work = rank.work
         for rid, attempt in progress.started:
             if rid in work:
@@ -209,7 +209,9 @@ class RequestLifecycle:
         for ended in progress.ended:
             if ended.rid in work:
                 request, leg = work[ended.rid]
-                if request.attempt == ended.attempt:  # a rank has one leg of an attempt, whatever it calls it
+                room = request.submit.bootstrap_room
+                mine = ended.room == room or None in (ended.room, room)
+                if mine and request.attempt == ended.attempt:  # a rank has one leg of an attempt, whatever it calls it
                     self._ended(request, leg, rank, ended, now, out)
 
     # --- time and credit --------------------------------------------------------------------------------------

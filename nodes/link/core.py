@@ -134,7 +134,8 @@ class RankCore:
                 actions += self._end(current, "fenced", why, now)
             leg = self._take(dispatch, frames, now)
         except Refusal as refusal:
-            end = Ended(dispatch.rid, dispatch.attempt, dispatch.leg, refusal.code, refusal.sentence)
+            room = dispatch.bootstrap_room
+            end = Ended(dispatch.rid, dispatch.attempt, dispatch.leg, refusal.code, refusal.sentence, room=room)
             self.reports.ended(owner, end)
             self.counts[refusal.code] += 1
             fields = _about(dispatch) | {"code": refusal.code, "why": refusal.sentence}
@@ -159,7 +160,8 @@ class RankCore:
         if known is not None and known.attempt >= cancel.attempt:
             self.reports.ended(owner, known)
         else:
-            self.reports.remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code), identity, now)
+            end = Ended(cancel.rid, cancel.attempt, self.role, cancel.code, room=cancel.room)
+            self.reports.remember(owner, end, identity, now)
         return []
 
     def unread(self, leg: Leg, now: float) -> list[Action]:

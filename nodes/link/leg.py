@@ -245,6 +245,7 @@ class Leg:
             self.found_by,
             self.first_token_s,
             self.cached_tokens,
+            self.submit_room,
         )
 
 

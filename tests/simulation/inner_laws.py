@@ -272,10 +272,11 @@ def _dispatched(world: World, controller: ControllerProcess, node: NodeProcess, 
     """Its dispatches are counted; and of a request that was submitted again each try has a number of its own."""
     _, rid, attempt, leg, dp_rank, epoch, number, _, _, _, _, room = [*message_in(frames), *([None] * 12)][:12]
     world.dispatched.setdefault(rid, world.now)
-    if not node.alive:
+    socket = pipe.peer.socket  # type: ignore[union-attr]
+    if not node.alive or socket.closed:  # of an earlier start, of whose end its controller has not heard
         return
     key = node.name, node.starts, dp_rank, epoch
-    world.came[key] = max(world.came.get(key, (0,))[0], number), max(world.now, node.paused_until), pipe.peer.socket  # type: ignore[union-attr]
+    world.came[key] = max(world.came.get(key, (0,))[0], number), max(world.now, node.paused_until), socket
     if not controller.alive:
         return
     live = controller.part.core.life.requests.get(rid)

@@ -58,7 +58,7 @@ MUTATIONS = (
     Mutation("late-dispatch-runs", "an attempt older than one that was here runs",
              "nodes.link.reports:Reports.check_newest", "if max(", "if False and max(", seed=68, how="tries"),
     Mutation("cancel-before-dispatch", "a cancel that overtakes its dispatch is forgotten",
-             "nodes.link.core:RankCore.cancel", "self.reports.remember(owner, Ended(cancel.rid", "(owner, Ended(cancel.rid",
+             "nodes.link.core:RankCore.cancel", "self.reports.remember(owner, end", "(owner, end",
              unseen="a cancel follows its dispatch over the same connection, which delivers in order; a reset loses the dispatch, or both"),
     Mutation("acks-of-refused", "a dispatch that a rank refuses is in flight for ever",
              "nodes.link.core:RankCore.ingest", "counted = self.reports.acknowledge(dispatch)",

@@ -51,6 +51,21 @@ def ends(rank: Rank, attempt: int = 1) -> list[Code]:
     return [end.code for end in rank.ended.get(("r", attempt), [])]
 
 
+@pytest.mark.parametrize("how", ["refused", "replaced", "cancelled early"])
+def test_each_end_says_of_which_room_it_is(rank: Rank, how: str) -> None:
+    """M99"""
+    if how == "cancelled early":
+        rank.do(rank.core.cancel(0, CancelLeg("r", 1, room=5), rank.world.now))
+    else:
+        rank.dispatch("r", PROMPT, bootstrap_room=5, max_tokens=0 if how == "refused" else 40)
+        rank.world.run(0.02)
+        again(rank)
+    rank.world.run(1.0)
+    said = [(end.code, end.room) for end in rank.ended["r", 1]]
+    assert said[0] == ({"refused": "bad_request", "replaced": "fenced", "cancelled early": "cancelled"}[how], 5)
+    assert said[1:] == ([] if how == "cancelled early" else [("ok", 6)])
+
+
 @pytest.mark.parametrize("how", ["read", "detached", "never read", "cancelled", "deadline", "gone"])
 def test_another_request_under_a_rid_that_is_over_is_run_and_gets_its_own_answer(rank: Rank, how: str) -> None:
     """M85: it differs in its room."""
@@ -325,6 +340,17 @@ class TestController:
         world.feed(FromClient("client", Cancel("r"), ()))
         world.join(replace(U[0], running=(("r", 1),)), peer="new")
         assert [cancel.room for cancel in world.cancels()] == [5]
+
+    @pytest.mark.parametrize(("said", "live", "ends"), [(5, 6, False), (6, 6, True), (None, 6, True), (5, None, True)])
+    def test_the_end_of_another_rooms_leg_is_not_its_own(self, said: int | None, live: int | None, ends: bool) -> None:
+        """M99: a former start of the controller dispatched it, and this start knows nothing of that."""
+        world = unified(U[0])
+        world.submit(submit("r", bootstrap_room=live), peer="other")
+        (dispatch,) = world.dispatches()
+        world.progress(U[0], ended=[dispatch], code="fenced", room=said)
+        assert [each.attempt for each in world.dispatches()] == ([1, 2] if ends else [1])
+        world.progress(U[0], ended=world.dispatches()[-1:], room=live)
+        world.assert_empty()
 
     @pytest.mark.parametrize(("second", "room"), [(5, 5), (6, None)])
     def test_of_two_rooms_that_could_not_be_told_nobody_knows_which_runs(self, second: int, room: int | None) -> None:

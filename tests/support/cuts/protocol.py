@@ -167,6 +167,8 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "controller.requests.life:RequestLifecycle.cancel", "request is not None and", "False and"),
     Cut("M93", "unit/test_rids_used_again.py::TestController::test_a_cancel_ends_the_request_of_its_own_room_alone",
         "controller.requests.life:RequestLifecycle.cancel", "room is None or", "True or"),
+    Cut("M99", "unit/test_rids_used_again.py::TestController::test_the_end_of_another_rooms_leg_is_not_its_own",
+        "controller.requests.life:RequestLifecycle.progress", "ended.room == room or", "True or"),
     Cut("M94", "unit/test_rooms_of_former_tries.py::test_a_decode_leg_waits_for_the_room_of_its_own_try",
         "nodes.link.puller:KvPuller.open", "dispatch.pair_attempt", "0"),
     # 11: tokens
