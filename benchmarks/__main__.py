@@ -28,7 +28,7 @@ PEERS = ("sglang", "vllm", "compiled")
 WIDTH = 160  # of tables that no terminal shows
 ENGINES = ("vllm", "front", "peers", "sglang")  # need Pythons of their own
 USUAL = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "controllers", "e2e", "client", "edge")
-NAMES = (*USUAL, "lab", "failover", "fleet", *ENGINES)
+NAMES = (*USUAL, "lab", "failover", "fleet", "questions", *ENGINES)
 
 
 @click.command("bench")
@@ -48,7 +48,7 @@ NAMES = (*USUAL, "lab", "failover", "fleet", *ENGINES)
 def bench(
     names: Sequence[str], as_json: bool, out: Path | None, runs: int, pythons: Sequence[str], quick: bool
 ) -> None:
-    """Measure beside bare ZeroMQ, in the same run: all but lab, failover, fleet and engines', or the NAMEd ones.
+    """Measure beside bare ZeroMQ, in the same run: all of the first lines and controllers, or the NAMEd ones.
 
     \b
     dispatch  controller CPU a request and requests/s   latency  submit to arrival at the node
@@ -62,6 +62,7 @@ def bench(
     controllers  several of them over the same ranks; 4,096 ranks and one broker
     lab       requests that the policy lab replays in a second
     fleet     pdbus top --http with five browsers, 512 and 4,096 ranks
+    questions  how long a question about requests holds a controller up
     failover  from kill -9 of a node until what ran there runs elsewhere (--runs 10: ten kills)
     """
     names = names or USUAL

@@ -119,10 +119,11 @@ class ControllerCore:
         self.members = Members(config, epoch, self.balancer, self.health, self.counts, self.events)
         self.balancer.settled, self.balancer.young = False, self.health.young(now)
         self.balancer.suspects = self.members.suspects
-        self.life = RequestLifecycle(config, epoch, self.balancer, self.members.ranks, self.counts, now, spans=spans)
+        ranks = self.members.ranks
+        self.life = RequestLifecycle(config, epoch, self.balancer, ranks, self.counts, now, wall_s, spans=spans)
         self.life.trace = trace
         self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
-        self.statuses = StatusAnswers(self._summary, self._known, self.events, self.life.queue)
+        self.statuses = StatusAnswers(self._summary, self._known, self.events, self.life)
         self.events.add(now, "started", phrase=f"{config.name}, epoch {epoch}")
         self._changed = ""  # settings that were reloaded since the last tick
         self._beacon: Beacon | None = None
@@ -259,8 +260,9 @@ class ControllerCore:
         """Return everything that an operator may want to see; `id` is the question's number in the answer."""
         ranks = tuple(rank_status(rank, pulse, now) for rank, pulse in self._known())
         return replace(
-            self._summary(id, now), ranks=ranks, events=self.events.since(0), queue=self.life.queue.status(now)
-        )
+            self._summary(id, now), ranks=ranks, events=self.events.since(0), queue=self.life.queue.status(now),
+            requests=self.life.listed.lists(now),
+        )  # fmt: skip
 
     def _summary(self, id: int, now: float) -> Status:
         """Return a status without ranks, events and queue."""
@@ -339,7 +341,7 @@ class ControllerCore:
     # --- from clients -----------------------------------------------------------------------------------------
 
     def _on_status_query(self, peer: Any, query: StatusQuery, now: float, out: list[Action]) -> None:
-        self.statuses.asked(peer, query.id, now, out, query.events_from)
+        self.statuses.asked(peer, query.id, now, out, query)
 
     def _may_drain(self, peer: Any, id: int, out: list[Action]) -> bool:
         if may(peer, "admins"):
@@ -522,6 +524,7 @@ class ControllerCore:
         if now >= self._measure_at:
             self._note_counts(now)
             self.life.measure(now - self._measure_at + MEASURE_S, out)
+            self.life.listed.turn(now)
             self._measure_at = now + MEASURE_S
         for fault, note in self._faults.items():
             if note is not None:

@@ -12,14 +12,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from bus.rights import key_of, may_see_all
-from bus.wire.messages import Refused, Status
+from bus.wire.messages import Refused, Status, StatusQuery
 from bus.wire.status import RANKS_PER_MESSAGE, without_loads
 from controller.event_log import EventLog
 from controller.events import Action, ToClient
 from controller.health import Liveness
 from controller.observe import rank_status
 from controller.rank import Rank
-from controller.requests.queue import CentralQueue
+from controller.requests.life import RequestLifecycle
 
 MAX_OPEN = 64
 MAX_OF_ONE = 8  # of one key, over all its connections; of one connection without keys
@@ -30,7 +30,7 @@ class _Answer:
     peer: Any
     status: Status  # without ranks
     ranks: list[tuple[Rank, Liveness]]  # as they were known when it was asked: one may be forgotten meanwhile
-    events_from: int | None
+    query: StatusQuery
     sent: int = 0
 
 
@@ -40,20 +40,20 @@ class StatusAnswers:
 
     def __init__(
         self, begin: Callable[[int, float], Status], ranks: Callable[[], list[tuple[Rank, Liveness]]], events: EventLog,
-        queue: CentralQueue,
+        life: RequestLifecycle,
     ) -> None:  # fmt: skip
         self._begin = begin
         self._ranks = ranks
         self._events = events
-        self._queue = queue
+        self._life = life
         self._open: deque[_Answer] = deque()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def asked(self, peer: Any, id: int, now: float, out: list[Action], events_from: int | None = None) -> None:
-        """Answer the question `id` of `peer`: at once, or if there are many ranks with the calls of `advance` that
-        follow. One question too many gets Refused."""
+    def asked(self, peer: Any, id: int, now: float, out: list[Action], query: StatusQuery | None = None) -> None:
+        """Answer the question `id` of `peer`, with what else `query` wants: at once, or if there are many ranks with
+        the calls of `advance` that follow. One question too many gets Refused."""
         for open_one in [each for each in self._open if (each.peer, each.status.id) == (peer, id)]:
             self._open.remove(open_one)  # it asks again, so a part was lost; those of two answers would be mixed up
         mine = sum((key_of(each.peer) or each.peer) == (key_of(peer) or peer) for each in self._open)
@@ -62,7 +62,7 @@ class StatusAnswers:
             out.append(ToClient(peer, Refused("too_many", what, id)))
             return
         ranks = self._ranks()
-        answer = _Answer(peer, replace(self._begin(id, now), total=len(ranks)), ranks, events_from)
+        answer = _Answer(peer, replace(self._begin(id, now), total=len(ranks)), ranks, query or StatusQuery(id))
         if len(answer.ranks) > RANKS_PER_MESSAGE:
             self._open.append(answer)
         else:
@@ -84,6 +84,8 @@ class StatusAnswers:
         if not may_see_all(answer.peer):
             part = without_loads(part)
         elif not left:
-            events = None if answer.events_from is None else self._events.since(answer.events_from)
-            part = replace(part, events=events, queue=self._queue.status(now))
+            query, life = answer.query, self._life
+            events = None if query.events_from is None else self._events.since(query.events_from)
+            lists = life.listed.lists(now) if query.requests else None
+            part = replace(part, events=events, queue=life.queue.status(now), requests=lists)
         out.append(ToClient(answer.peer, part))

@@ -32,6 +32,7 @@ MAX_PHRASE = 192
 MAX_WORD = 32
 MAX_EVENTS = 1000
 MAX_QUEUED_KINDS = 32
+MAX_LISTED = 20
 MAX_WANTED = 256
 OVER_THE_BUS = "blocks"  # how KV caches travel that a node sends block by block
 
@@ -736,6 +737,7 @@ class StatusQuery(Message, frozen=True, tag="status"):
 
     id: Count
     events_from: Count | None = None  # the events from this number on are wanted too; None: none
+    requests: bool = False  # the lists of requests are wanted too
 
 
 class RankStatus(_NamedAt, frozen=True):
@@ -823,6 +825,30 @@ class QueueStatus(Message, frozen=True):
     keys: Annotated[tuple[tuple[KeyName, Count], ...], Meta(max_length=10)] = ()  # those with most
 
 
+class ListedRequest(Message, frozen=True):
+    """A request in a list, as its controller knows it."""
+
+    rid: Rid
+    came_us: Count  # microseconds since 1970, by the controller's clock
+    first_token_s: Seconds  # from then to its first token; 0: there is none yet, or it is not known
+    model: Model
+    prompt_tokens: Count
+    attempt: Attempt
+    ranks: Annotated[tuple[KeyName, ...], Meta(max_length=2)] = ()  # of its legs, prefill first: `prefill-0/1`
+    late: bool = False  # its first token is later than its SLO wants it, or was
+
+
+class RequestLists(Message, frozen=True):
+    """The requests that people look for first; each list has its first MAX_LISTED alone."""
+
+    # live and at ranks, the one that came first at the head
+    running: Annotated[tuple[ListedRequest, ...], Meta(max_length=MAX_LISTED)] = ()
+    # in the central queue, the same
+    waiting: Annotated[tuple[ListedRequest, ...], Meta(max_length=MAX_LISTED)] = ()
+    # to their first token, in the last 15 minutes, the slowest at the head
+    slowest: Annotated[tuple[ListedRequest, ...], Meta(max_length=MAX_LISTED)] = ()
+
+
 class Status(_OfController, frozen=True, tag="status_is"):
     """The answer to a StatusQuery, or a part of it (`remaining`): the controller, its counts by name, and its ranks."""
 
@@ -841,6 +867,7 @@ class Status(_OfController, frozen=True, tag="status_is"):
     events: Events | None = None
     queue: QueueStatus | None = None
     total: Count = 0  # ranks in all parts of this answer; 0: not said
+    requests: RequestLists | None = None  # as `events`
 
 
 class TraceQuery(Message, frozen=True, tag="trace"):

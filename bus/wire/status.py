@@ -21,7 +21,7 @@ def without_loads(status: Status) -> Status:
         )
         for rank in status.ranks
     )  # fmt: skip
-    return replace(status, ranks=ranks, counts={}, scraped=(), events=None, queue=None)
+    return replace(status, ranks=ranks, counts={}, scraped=(), events=None, queue=None, requests=None)
 
 
 def targets(status: Status) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ from controller.events import Action, Over, ToClient
 from controller.load.rank import RankLoad
 from controller.rank import Rank
 from controller.requests.attempts import Attempts
+from controller.requests.listed import Listed
 from controller.requests.losses import Losses
 from controller.requests.record import record_of
 from controller.requests.request import (
@@ -61,8 +62,8 @@ TOO_LATE = "its first token can no longer come in time"
 
 class RequestLifecycle:
     """The live requests of one controller by rid, at the `ranks` of `balancer`. `epoch` is the number of the
-    controller's start; `spans`: traced requests give an `Over` at their end. The controller's core calls the
-    methods."""
+    controller's start, `wall_s` plus its clock is seconds since 1970; `spans`: traced requests give an `Over`
+    at their end. The controller's core calls the methods."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class RequestLifecycle:
         ranks: Mapping[RankLoad, Rank],
         counts: Counter[str],
         now: float,
+        wall_s: float = 0.0,
         *,
         spans: bool = False,
     ) -> None:
@@ -88,6 +90,7 @@ class RequestLifecycle:
         self._unclear = self.losses.unclear
         self.requests = self.table.requests
         self.queue = self.table.queue
+        self.listed = Listed(self.requests, self.queue, now, wall_s)
         self._wishing: dict[str, float] = {}  # clients that wait, or waited, for a TPOT of their own, since when
         if self._slo_classes is not None:  # a series that is born with a count has no increase of it
             counts.update(dict.fromkeys(("ttft_slo", "ttft_slo_kept", "ttft_slo_missed", "ttft_slo_exempt"), 0))
@@ -332,7 +335,10 @@ class RequestLifecycle:
         if leg.first_at == inf:
             leg.first_at = now
             if request.came_at != inf and not request.submit.offset and leg.role != "prefill":
-                rank.latencies.ttft.observe(now - request.came_at)
+                took_s = now - request.came_at
+                rank.latencies.ttft.observe(took_s)
+                if took_s > self.listed.least_s:
+                    self.listed.slow(request, took_s, now)
         if request.first_due != inf:
             self._counts["ttft_slo_kept" if now <= request.first_due else "ttft_slo_missed"] += 1
             request.first_due = inf

@@ -89,10 +89,12 @@ class AsyncClient(BaseClient):
         check_options(options)
         return await self._begin(await self._channel(), ids, options, None)
 
-    async def status(self, *, timeout_s: float | None = None, events_from: int | None = None) -> Status:
+    async def status(
+        self, *, timeout_s: float | None = None, events_from: int | None = None, requests: bool = False
+    ) -> Status:
         """Return the controller's status: its ranks and counts; see `Client.status`. Raises PeerLost when it does not
         answer within `timeout_s` (None: `connect_timeout_s`)."""
-        return await asyncio.wrap_future(self._ask_status(await self._channel(), timeout_s, events_from))
+        return await asyncio.wrap_future(self._ask_status(await self._channel(), timeout_s, events_from, requests))
 
     async def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
         """Return what controller and ranks recorded of the request `rid`; see `Client.trace`. Raises RequestFailed when

@@ -81,9 +81,9 @@ class BaseClient:
         raise NotImplementedError
 
     def _ask_status(
-        self, channel: AnyChannel, timeout_s: float | None, events_from: int | None = None
+        self, channel: AnyChannel, timeout_s: float | None, events_from: int | None, requests: bool
     ) -> Future[Status]:
-        make = partial(StatusQuery, events_from=events_from)
+        make = partial(StatusQuery, events_from=events_from, requests=requests)
         return channel.ask(self._controllers.decode, make, Status, timeout_s)
 
     def _ask_cluster(self, channel: AnyChannel) -> Future[Status]:

@@ -82,12 +82,16 @@ class Client(BaseClient):
         check_options(options)
         return self._begin(ids, options, None)
 
-    def status(self, *, timeout_s: float | None = None, events_from: int | None = None) -> Status:
+    def status(
+        self, *, timeout_s: float | None = None, events_from: int | None = None, requests: bool = False
+    ) -> Status:
         """Return the status of the controller (with two controllers, that of the decode legs): its ranks and counts.
-        With `events_from`, its `events` are those from this number on that are kept (0: all); None where the controller
-        is older, or this client's key is neither a viewer's nor an admin's. Raises PeerLost when it does not answer
+        With `events_from`, its `events` are those from this number on that are kept (0: all); with `requests`, its
+        `requests` are those that have run and waited longest, and were slowest to their first token in the last 15
+        minutes. Both are None where the controller is older, or this client's key is neither a viewer's nor an
+        admin's. Raises PeerLost when it does not answer
         within `timeout_s` (default: `connect_timeout_s`), ConfigError for an invalid number."""
-        return self._ask_status(self._channel, timeout_s, events_from).result()
+        return self._ask_status(self._channel, timeout_s, events_from, requests).result()
 
     def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
         """Return what controller and ranks recorded of the request `rid`, as `pdbus trace` shows it. If there is no

@@ -33,6 +33,7 @@ NUMBERS |= {"MAX_LOGPROBS_PER_MESSAGE": "2048", "MAX_OTHERS_PER_MESSAGE": "63"}
 NUMBERS |= {
     "MAX_WANTED": str(messages.MAX_WANTED),
     "MAX_QUEUED_KINDS": str(messages.MAX_QUEUED_KINDS),
+    "MAX_LISTED": str(messages.MAX_LISTED),
     "MAX_TRACE_EVENTS": str(messages.MAX_TRACE_EVENTS),
     "MAX_TRACE_PARTS": str(messages.MAX_TRACE_PARTS),
 }

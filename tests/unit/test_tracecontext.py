@@ -84,6 +84,7 @@ def test_a_memory_finds_a_request_by_its_whole_name_alone() -> None:
         memory.add(each)
     assert memory.of("r") == [kept[0], kept[3]]
     assert memory.of("because of r") == []
+    assert [memory.of(each.rid)[0].rid for each in kept[1:3]] == ["r.prefill", "other"]
 
 
 def test_a_memory_finds_requests_by_the_beginning_of_their_names() -> None:
@@ -95,4 +96,6 @@ def test_a_memory_finds_requests_by_the_beginning_of_their_names() -> None:
     assert memory.named("r-", 9) == ["r-1", names[4], names[2]], "the newest first, each once"
     assert memory.named("r-", 2) == ["r-1", names[4]]
     assert memory.named("none", 9) == []
+    memory.limit(sum(len(msgpack.encode(Kept(name))) + BESIDE_BYTES for name in names[4:]))
+    assert (len(memory), memory.named("r", 9), memory.of("r-1")) == (3, ["r-1", names[4]], [Kept("r-1")])
     assert not any(gc.is_tracked(each) for each in memory._kept), "nothing for the collector to visit"
