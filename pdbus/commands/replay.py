@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,9 @@ from pdbus.lab.metrics import estimate
 from pdbus.lab.plots import prepare, write_plots
 from pdbus.lab.simulate import simulate
 from pdbus.lab.tables import COLUMNS, by_method, json_of, markdown_of, table_of
+from pdbus.lab.tape import Tape
 from pdbus.lab.traces import Trace
+from pdbus.timeline.output import TimelineFile
 
 DEFAULT_METHODS = "follow_bootstrap_room,round_robin,total_tokens,cache_aware,oracle"
 WIDTH = 160  # of a table outside a terminal
@@ -142,6 +145,11 @@ class _Command(click.Command):
 @option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
 @option("--out", type=click.Path(path_type=Path, file_okay=False), default=None,
          help="Write the plots (of throughput too for several --concurrency) and replay.json there.")  # fmt: skip
+@option("--timeline", type=click.Path(path_type=Path), default=None, show_default=False, metavar="FILE",
+         help="Write what each rank did, of one method and seed, to open in Perfetto (.json or .json.gz).")  # fmt: skip
+@option("--timeline-s", type=click.FloatRange(0.001, 600), default=10.0, help="How long a part of the run it shows ...")
+@option("--timeline-from-s", type=cli.Seconds(0), default=None, show_default="the warm-up's end",
+         help="... and from when on.")  # fmt: skip
 @option("--markdown", is_flag=True, help="Print the table for a document.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def replay(trace: Path | None, **options: Any) -> None:
@@ -164,8 +172,21 @@ def replay(trace: Path | None, **options: Any) -> None:
     if options["keep"] and (options["concurrency"] or options["live"]):
         raise ConfigError("--keep searches a rate in virtual time: leave out --concurrency and --live")
     engine = _engine(options)
+    if options["timeline"] is not None and (len(methods) * len(orders) * options["seeds"] > 1 or options["live"]
+                                            or options["keep"]):  # fmt: skip
+        raise ConfigError("--timeline shows one run: name one of --methods, one seed, no --live and no --keep")
     if options["out"] is not None:
         prepare(options["out"])
+    with ExitStack() as exits:
+        file = exits.enter_context(TimelineFile(options["timeline"])) if options["timeline"] is not None else None
+        _replay(trace, options, config, orders, methods, engine, file)
+
+
+def _replay(
+    trace: Path | None, options: dict[str, Any], config: LabConfig, orders: list[LabConfig], methods: list[str],
+    engine: LiveEngine, file: TimelineFile | None,
+) -> None:  # fmt: skip
+    """Make the runs that the options ask for, and show them; one of them is recorded in `file`."""
     seeds = range(config.seed, config.seed + options["seeds"])
     duration_s = options["duration_s"]
     cut_s = None if options["concurrency"] and trace else duration_s  # else the run is cut, not the trace
@@ -177,8 +198,10 @@ def replay(trace: Path | None, **options: Any) -> None:
     if options["live"]:
         results = _live(traces, methods, orders, engine, console)
     else:
+        from_s = config.warm_up_s if options["timeline_from_s"] is None else options["timeline_from_s"]
+        tape = Tape(from_s, options["timeline_s"]) if file is not None else None
         runs = [
-            Run(requests, method, replace(ordered, seed=seed))
+            Run(requests, method, replace(ordered, seed=seed), tape)
             for method in methods
             for ordered in orders
             for seed, requests in zip(seeds, traces, strict=True)
@@ -186,6 +209,10 @@ def replay(trace: Path | None, **options: Any) -> None:
         share = options["keep"]
         run = partial(run_virtual, jobs=options["jobs"], console=console)
         results = keep(runs, share, run) if share else run(runs)
+        if file is not None and tape is not None:
+            tape.timeline.title = f"virtual time, {runs[0]}: {_title(traces, orders, results)}"
+            counts = file.write(tape.done())
+            console.print(f"wrote {file.path}: {counts}", highlight=False, soft_wrap=True)
     asked = {name: options[name] for name in _ASKED}
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     _show(results, _title(traces, orders, results), found, options, console)

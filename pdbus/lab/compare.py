@@ -20,16 +20,19 @@ from pdbus.lab.config import LabConfig
 from pdbus.lab.metrics import Summary, summarise, ttfts
 from pdbus.lab.outcome import Outcome
 from pdbus.lab.simulate import simulate
+from pdbus.lab.tape import Tape
 from pdbus.lab.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One replay to make: one method on one trace; its seed is the config's."""
+    """One replay to make: one method on one trace; its seed is the config's. A `tape` records a run that is made
+    alone."""
 
     trace: Trace
     method: str
     config: LabConfig
+    tape: Tape | None = None
 
     def __str__(self) -> str:
         return f"{row_of(self.method, self.config)} seed {self.config.seed}"
@@ -86,7 +89,7 @@ def compare(
 
 
 def _replay(run: Run, on_share: Callable[[float], None]) -> Result:
-    return result_of(simulate(run.trace, run.method, run.config, on_share), run.config)
+    return result_of(simulate(run.trace, run.method, run.config, on_share, run.tape), run.config)
 
 
 @dataclass(slots=True)

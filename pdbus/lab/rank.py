@@ -22,6 +22,7 @@ from nodes.own.sequence import Sequence
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.pool import RunPool
 from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler, PromptRun
+from pdbus.lab.tape import RankTape
 
 
 def _nothing(at_s: float) -> None:
@@ -78,6 +79,7 @@ class VirtualRank:
         self._acks: dict[int, Ack] = {}  # by controller epoch
         self._acks_now: tuple[Ack, ...] = ()
         self._fresh: list[int] = []  # prompt tokens of requests that came since the present step began
+        self.tape: RankTape | None = None  # records the steps
 
     # --- messages to it --------------------------------------------------------------------------------------
 
@@ -171,6 +173,8 @@ class VirtualRank:
             return
         last = len(run.ends_s) - 1
         end = bisect_right(run.ends_s, self._loop.now, run.done, last)
+        if self.tape is not None:
+            self.tape.prompt_run(self.scheduler, run, end - run.done)
         self.due_s = run.ends_s[end] if end < last else math.inf
         if self.before_change is _nothing:
             self.scheduler.compute_chunks(run, end - run.done)
@@ -236,14 +240,19 @@ class VirtualRank:
             return
         self._loop.cancel(self._run_end)
         done = run.done(self._loop.now)
-        self.scheduler.skip(run, done)
+        self._skip(run, done)
         self._step(run.ends_s(done))
+
+    def _skip(self, run: DecodeRun, steps: int) -> None:
+        if self.tape is not None:
+            self.tape.decode_run(self.scheduler, run, steps)
+        self.scheduler.skip(run, steps)
 
     def _run_ended(self) -> None:
         self.before_change(self._loop.now)
         run, self._run = self._run, None
         assert run is not None
-        self.scheduler.skip(run, run.steps - 1)
+        self._skip(run, run.steps - 1)
         self.scheduler.begin_step(self._timing)
         self._complete(run.ends_s(run.steps) - run.ends_s(run.steps - 1))
 
@@ -251,6 +260,8 @@ class VirtualRank:
         self._change()
         run, self._prompt_run = self._prompt_run, None
         assert run is not None
+        if self.tape is not None:
+            self.tape.prompt_run(self.scheduler, run, 1)
         self.scheduler.compute_chunks(run, 1)
         self._stepping = False
         self._begin()
@@ -258,6 +269,8 @@ class VirtualRank:
 
     def _complete(self, duration_s: float) -> None:
         self.before_change(self._loop.now)
+        if self.tape is not None:
+            self.tape.step(self.scheduler, self._loop.now - duration_s, self._loop.now)
         outputs = self.scheduler.end_step(duration_s)
         self._stepping = False
         for sequence in outputs:

@@ -89,6 +89,11 @@ class LabScheduler(Scheduler):
         self._rows: int | None = None  # of them in the step under way; None: there is none
 
     @property
+    def under_way(self) -> tuple[int, Seq[Sequence]]:
+        """The step under way: how many sequences decode in it, and those whose prompts it computes a part of."""
+        return self._rows or 0, self._in_step
+
+    @property
     def lines(self) -> bool:
         """True while a sequence waits for a run slot or memory."""
         return bool(self._queue.lines)

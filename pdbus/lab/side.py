@@ -30,7 +30,7 @@ class Side:
     ) -> None:  # fmt: skip
         self._loop, self._config = loop, config
         self._delay_s = config.hop_s + config.report_delay_s
-        self.ranks, self.truth = ranks, TrueState(loop, ranks)
+        self.role, self.ranks, self.truth = role, ranks, TrueState(loop, ranks)
         if config.controllers > 1:
             for rank in ranks:
                 rank.welcomed(range(1, config.controllers + 1))

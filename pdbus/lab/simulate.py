@@ -32,6 +32,7 @@ from pdbus.lab.outcome import Outcome, RequestOutcome
 from pdbus.lab.pool import packed
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.side import Side
+from pdbus.lab.tape import SAMPLE_S, Tape
 from pdbus.lab.traces import Trace
 from pdbus.lab.transfers import Transfers
 from pdbus.lab.waiting import Lines
@@ -40,13 +41,15 @@ SHARE_STEP = 0.02
 
 
 def simulate(
-    trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None] = lambda share: None
-) -> Outcome:
+    trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None] = lambda share: None,
+    tape: Tape | None = None,
+) -> Outcome:  # fmt: skip
     """Replay `trace` with `method` for prefill and unified ranks in virtual time, stretched as `config` says, and
     return the outcome once all requests that count have ended. It computes in this thread (seconds to minutes). Raises
     ConfigError for an unknown method, when a request exceeds the memory of a rank, and when no request counts.
 
-    `on_share` is called regularly with an estimate of the share of the run that is done.
+    `on_share` is called regularly with an estimate of the share of the run that is done. `tape` records the ranks'
+    steps, and changes nothing of the run.
     """
     check_method(method)
     check_method(config.decode_method)
@@ -73,7 +76,10 @@ def simulate(
     ):
         if ranks and most > tokens // trace.block_tokens * trace.block_tokens:  # whole blocks
             raise ConfigError(f"--{role}-kv-tokens {tokens} cannot hold the trace's longest request")
-    return _Run(stretch(trace, config), method, config, on_share).run()
+    run = _Run(stretch(trace, config), method, config, on_share)
+    if tape is not None:
+        run.record(tape)
+    return run.run()
 
 
 def rooms_of(trace: Trace, config: LabConfig) -> list[int]:
@@ -162,6 +168,7 @@ class _Run:
             for each in self.sides:
                 each.share(rng)
         self.outcome = Outcome(method, [], config.sample_s)
+        self.tape: Tape | None = None
 
     def run(self) -> Outcome:
         arrivals, loop, outcome = self.arrivals, self.loop, self.outcome
@@ -176,6 +183,23 @@ class _Run:
             each.truth.busy(elapsed_s) for each in self.sides
         )
         return outcome
+
+    def record(self, tape: Tape) -> None:
+        """Have `tape` record the run, from its beginning on."""
+        self.tape = self.transfers.tape = self.lines.tape = tape
+        for side in self.sides:
+            for rank in side.ranks:
+                rank.tape = tape.rank(rank.key, side.role)
+        self.loop.call_at(tape.from_s, self._sample_loads, tape)
+
+    def _sample_loads(self, tape: Tape) -> None:
+        for side in self.sides:
+            for rank in side.ranks:
+                load = rank.load()
+                assert rank.tape is not None
+                rank.tape.load(self.loop.now, load.running, load.waiting, load.kv_tokens)
+        if self.loop.now < tape.until_s:
+            self.loop.call_later(SAMPLE_S, self._sample_loads, tape)
 
     def _begin_to_count(self) -> None:
         for each in self.sides:
@@ -343,6 +367,9 @@ class _Run:
     def _begun(self, sequence: Sequence) -> None:
         """Let the decode rank fetch a prompt by layer, whose computation begins."""
         course = self.courses[sequence.id]
+        if self.tape is not None:
+            tokens = course.request.prompt_tokens
+            self.tape.lends(sequence.id, self.prefill.ranks[course.prefill_rank].key, self.loop.now, tokens)
         if self._decodes(course):
             self.loop.call_later(self.config.hop_s, self.decode.ranks[course.decode_rank].kv_ready, sequence.id)
 

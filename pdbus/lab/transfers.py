@@ -19,6 +19,7 @@ from pdbus.lab.config import LabConfig
 from pdbus.lab.links import Links
 from pdbus.lab.outcome import RequestOutcome
 from pdbus.lab.rank import VirtualRank
+from pdbus.lab.tape import Tape
 
 
 class Transfers:
@@ -37,11 +38,14 @@ class Transfers:
         self._links = Links(loop, config.link_s_per_token) if config.link_s_per_token else None
         self._courses, self._prefill, self._decode = courses, prefill, decode
         self._reusable = reusable
+        self.tape: Tape | None = None  # records them
 
     # --- a decode rank fetches ------------------------------------------------------------------------------------
 
     def fetch(self, sequence: Sequence) -> None:
         """Let the decode rank fetch what it lacks of a prompt, which it has got the memory for."""
+        if self.tape is not None:
+            self.tape.begins(sequence.id, "fetch", self._loop.now)
         tokens = len(sequence.prompt)
         if not self._whole:
             tokens -= sequence.cached_tokens
@@ -75,6 +79,9 @@ class Transfers:
     def _fetched(self, number: int) -> None:
         course = self._courses[number]
         course.fetched_s = self._loop.now
+        if self.tape is not None:
+            source, target = self._prefill[course.prefill_rank].key, self._decode[course.decode_rank].key
+            self.tape.ends(number, "fetch", source, target, self._loop.now, course.moved_tokens)
         self._decode[course.decode_rank].fetched(number)
         self._loop.call_later(self._hop_s, self.release, number)
 
@@ -93,6 +100,9 @@ class Transfers:
         source, target = self._decode[course.decode_rank], self._prefill[course.prefill_rank]
         kept, table = source.pin(self._reusable(number))
         tokens = max(0, kept - target.scheduler.sequence(number).cached_tokens)
+        if self.tape is not None:
+            self.tape.lends(number, source.key, self._loop.now, tokens)
+            self.tape.begins(number, "read", self._loop.now + self._hop_s)
         if self._links is None or not tokens:
             self._loop.call_later(self._token_s * tokens, self._sent_back, number, tokens, table)
         else:
@@ -102,4 +112,7 @@ class Transfers:
         course = self._courses[number]
         self._decode[course.decode_rank].unpin(table)
         course.read_tokens = tokens
+        if self.tape is not None:
+            source, target = self._decode[course.decode_rank].key, self._prefill[course.prefill_rank].key
+            self.tape.ends(number, "read", source, target, self._loop.now + self._hop_s, tokens)
         self._loop.call_later(self._hop_s, self._prefill[course.prefill_rank].compute, number, tokens)

@@ -13,6 +13,7 @@ from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.reports import Listener
+from pdbus.lab.tape import Tape
 
 TICK_S = 0.05  # of a controller
 
@@ -60,6 +61,7 @@ class Lines:
         self._submit_of, self._dispatch, self._goes_unified = submit_of, dispatch, goes_unified
         self._by_tick = late and config.controllers > 1
         self._lines: dict[Role, list[_Line]] = {}
+        self.tape: Tape | None = None  # records how many wait
 
     def open(self, role: Role, choosers: list[Listener], decode: list[Listener]) -> None:
         """Open a line at each controller for the requests whose prompts ranks of `role` compute; `decode` are the
@@ -77,6 +79,7 @@ class Lines:
         work = line.chooser.work(submit)
         order = line.chooser.chooser.order(submit, work, self._loop.now) if self._orders else 0
         line.waiting.add(_Waiting(number, work, arrived_s + self._config.slo_ttft_s, order))
+        self._record(owner)
         if not self._by_tick or len(line.waiting) == 1:
             self._bind(line)
 
@@ -110,9 +113,15 @@ class Lines:
                     next_s = second.next_s
                     break
             waiting.remove(head)
+            self._record(line.owner)
             self._dispatch(head.number)
         if waiting:  # until a report comes
             self._wake_at(line, next_s())
+
+    def _record(self, owner: int) -> None:
+        if self.tape is not None:
+            waiting = sum(len(lines[owner].waiting) for lines in self._lines.values() if lines)
+            self.tape.waits(owner, self._loop.now, waiting)
 
     def _wake_at(self, line: _Line, at_s: float) -> None:
         if self._by_tick:  # otherwise all controllers would fill the same rank after the same report

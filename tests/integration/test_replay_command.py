@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shlex
@@ -274,3 +275,40 @@ def test_live_sessions_come_after_their_answers(tmp_path: Path) -> None:
     live, virtual = json.loads(done.stdout)["methods"].values()
     assert live["requests"] > 10 < virtual["requests"]
     assert live["cache_hit_rate"] == pytest.approx(virtual["cache_hit_rate"], abs=0.15)
+
+
+def test_a_timeline_as_the_page_has_it(tmp_path: Path) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8").splitlines()
+    (line,) = [each for each in lines if "--timeline" in each and each.startswith("    pdbus replay")]
+    path = tmp_path / "out.json.gz"
+    done = replay(*shlex.split(line.replace("out.json.gz", str(path)))[2:], *SHORT, "--timeline-from-s", "4")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(gzip.decompress(path.read_bytes()))
+    about = found["otherData"]
+    written = f"wrote {path}: {about['slices']} slices, {about['counters']} counter values, {about['flows']} arrows"
+    assert written in done.stderr
+    steps = [each for each in found["traceEvents"] if each.get("cat") == "step"]
+    assert len(steps) > 100
+    assert about["notes"][0].startswith("virtual time, cache_aware slo seed 1: generated-1, ")
+    assert about["notes"][1] == "from 4 s to 14 s of the run, in virtual time"
+    assert about["zero_us"] == 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--timeline", "{folder}/none/out.json"), "cannot write {folder}/none/out.json: No such file or directory"),
+        (("--timeline", "{folder}/out.json", "--seeds", "2"), "--timeline shows one run: name one of --methods, one"),
+        (("--timeline", "{folder}/out.json", "--methods", "all"), "--timeline shows one run"),
+        (("--timeline", "{folder}/out.json", "--live"), "--timeline shows one run"),
+        (("--timeline", "{folder}/out.json", "--keep", "0.9"), "--timeline shows one run"),
+    ],
+)
+def test_a_timeline_that_cannot_be_is_one_line_before_the_run(
+    tmp_path: Path, arguments: tuple[str, ...], why: str
+) -> None:
+    done = replay("--methods", "oracle", *(each.format(folder=tmp_path) for each in arguments))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"pdbus: error: {why.format(folder=tmp_path)}")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,4 @@
+"""Timelines: the work of ranks over some seconds, as a file to open in Perfetto (`pdbus replay --timeline`).
+
+`facts` has the shape of what is recorded, `trace_events` makes trace events of it, `output` writes the file.
+"""
