@@ -87,7 +87,7 @@ class Connection:
         self.key = key
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
-        self.fenced = ""
+        self._fenced = ""
         self.unsent = 0
         self._clock = clock
         self._rejected = rejected
@@ -105,6 +105,11 @@ class Connection:
     def silent(self) -> bool:
         """True if the controller never welcomed the rank, or was silent for a lease."""
         return self._silent(1.0)
+
+    @property
+    def fenced(self) -> str:
+        """Return why the controller refuses the rank; empty: it does not, or has been silent for a lease since then."""
+        return self._fenced if self._clock() - self._last_seen_at <= LEASE_S else ""
 
     def _silent(self, leases: float) -> bool:
         return self.welcome is None or self._clock() - self._last_seen_at > leases * (self.welcome.lease_s or LEASE_S)
@@ -186,7 +191,7 @@ class Connection:
             rank.cancelled(self, message)
         elif isinstance(message, Welcome):
             again = self.welcome is not None
-            self.welcome, self.fenced = message, ""
+            self.welcome, self._fenced = message, ""
             rank.welcomed(self, message, again)
         elif isinstance(message, Who):
             if now - self._hello_at >= WHO_GAP_S:
@@ -198,7 +203,7 @@ class Connection:
         elif isinstance(message, Refused):
             log.warning("controller.refused", endpoint=self.endpoint, code=message.code, why=message.message)
             if message.code == "fenced":
-                self.welcome, self.fenced = None, message.message
+                self.welcome, self._fenced = None, message.message
                 rank.superseded(message.message)
 
     def close(self, *, linger_ms: int) -> None:

@@ -143,10 +143,11 @@ def test_logs_and_metrics_outlive_a_restart(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a full disk", "a reader that has gone"])
-def test_output_that_cannot_be_written_ends_no_cluster(directory: Path, kind: str) -> None:
+def test_output_that_cannot_be_written_ends_no_cluster(directory: Path, tmp_path: Path, kind: str) -> None:
     """A rank that dies comes back, and Ctrl-C lets what runs come to its end."""
+    logs = ("--log-dir", str(tmp_path / "logs"), "--log-level", "info")
     reader, writer = os.pipe() if kind == "a reader that has gone" else (-1, os.open("/dev/full", os.O_WRONLY))
-    command = [sys.executable, "-P", "-m", "pdbus", "up", *SIM, "--", "--sim-base-s", "0.02"]
+    command = [sys.executable, "-P", "-m", "pdbus", "up", *SIM, *logs, "--", "--sim-base-s", "0.02"]
     env = os.environ | {"PDBUS_DIR": str(directory)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, env=env, text=True) as up:
         try:
@@ -177,6 +178,10 @@ def test_output_that_cannot_be_written_ends_no_cluster(directory: Path, kind: st
                 tokens += [token for piece in pieces for token in piece.ids]
                 assert tokens == sim_generate([5, 6, 7], 100)
             assert up.wait(60.0) == 130
+        except Exception as error:
+            said = "".join(f"{log.name}:\n{log.read_text()}" for log in (tmp_path / "logs").glob("*.log"))
+            error.add_note(f"up ended with {up.poll()}\n{said}")
+            raise
         finally:
             up.kill()
     assert not list(directory.iterdir())

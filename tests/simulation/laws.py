@@ -327,7 +327,7 @@ def _work_conservation(world: World, controller: ControllerProcess) -> None:
         if lane not in stuck:
             del controller.waits[lane]
     for lane in stuck:
-        since = controller.waits.setdefault(lane, world.now)
+        since = max(controller.waits.setdefault(lane, world.now), controller.paused_until)
         if world.now - since > WAITS_S:
             head = core.life.queue.head(lane)
             rid = head.rid if head is not None else ""

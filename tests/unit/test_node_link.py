@@ -196,5 +196,9 @@ def test_the_rank_hears_that_it_was_fenced_and_the_link_until_when(world: World)
     world.link.receive([encode(Refused("fenced", "u/0 was started again elsewhere (epoch 8)"))])
     assert world.why == [world.link.fenced] == ["u/0 was started again elsewhere (epoch 8)"]
     assert world.link.welcome is None, "a start that waits to serve waits for this controller again"
+    world.now += module.LEASE_S + 0.1
+    assert world.link.fenced == "", "the controller may have found the other start dead since it spoke last"
+    world.link.receive([encode(Refused("fenced", "u/0 was started again elsewhere (epoch 8)"))])
+    assert world.link.fenced
     world.link.receive([encode(Welcome("c", 5, False, 3.0, 0))])
     assert world.link.fenced == ""
