@@ -173,11 +173,12 @@ class Membership:
         rank = self.get((member.instance, member.dp_rank))
         if rank is None or rank.epoch == member.epoch:
             return
+        kept = rank.keeps_place(member, now)
         if member.epoch not in rank.retired:
-            if rank.keeps_place(member, now):
+            if kept:
                 rank.retired.append(member.epoch)
-        elif rank.member is not None and is_later(member, rank.member):
-            rank.retired.remove(member.epoch)
+        elif not kept and rank.member is not None and member.started_us and rank.member.started_us:
+            rank.retired.remove(member.epoch)  # it began later, or lives while the later one does not
 
     def forget(self, now: float) -> list[KnownRank]:
         """Remove the ranks that have been silent for FORGET_S beyond their lease, and return them. The caller retires

@@ -163,9 +163,11 @@ def test_of_two_starts_that_live_the_later_begun_keeps_its_rooms_in_whichever_or
 
 def test_a_start_that_began_earlier_has_the_place_of_one_that_is_dead() -> None:
     """A dead start may be of a machine whose clock was ahead."""
-    for lives in (False, True):
+    for lives, heard_before in ((False, False), (True, False), (True, True)):
         core, dead, alive = broker(), Rank(epoch=1), Rank(epoch=2)
         core.handle(dead.member(started_us=20, state="ready" if lives else "gone"), 0.0)
+        if heard_before:  # while the dead one was not known to be so
+            core.handle(alive.member(started_us=10), 0.1)
         core.handle(alive.member(started_us=10), 100.0 if lives else 0.1)
         core.handle(alive.rooms(7), 100.0)
         assert ask(core, b"d", (7,), 100.0).found[0].at == alive.location
