@@ -34,13 +34,14 @@ Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks o
 class Loss(NamedTuple):
     """All work at `rank` is lost, or only the part of it in `work`. With `cancel`, it may still run there and must be
     cancelled. `died` is true if the rank itself is gone, possibly because of one of the requests; None: not known
-    yet, because it has only fallen silent or lost its connection."""
+    yet, because it has only fallen silent or lost its connection. `hung`: it alone, while its process lives."""
 
     rank: Rank
     why: str
     work: Work | None = None
     cancel: bool = False
     died: bool | None = True
+    hung: bool = False
 
 
 class Doubt:
@@ -370,7 +371,8 @@ class Members:
         if died is None:
             self._unclear[rank] = None
         may_run = state != "gone" and self._health.liveness[rank.key].cut_at is None
-        return Loss(self.ranks[rank], f"rank {rank.key[0]}/{rank.key[1]} is {state}", cancel=may_run, died=died)
+        why = f"rank {rank.key[0]}/{rank.key[1]} is {state}"
+        return Loss(self.ranks[rank], why, cancel=may_run, died=died, hung=state == "hung")
 
     def _let_go(self, rank: RankLoad) -> None:
         """Expect nothing more of a rank than what it has already reported."""

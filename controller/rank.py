@@ -8,6 +8,7 @@ and what runs there.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 from bus.histogram import Histogram
@@ -108,6 +109,13 @@ class Rank:
 
     def __repr__(self) -> str:
         return repr(self.load)
+
+    @property
+    def process(self) -> Hashable:
+        """The start of the process that has this rank: all its ranks die one death. Where a node does not say when it
+        began, each rank is taken for a process."""
+        info = self.load.info
+        return (info.endpoint, info.started_us) if info.started_us else self
 
     def explain(self, request: Request, leg: LegRun) -> None:
         """Note that the decision for this leg is to be explained further by the report that acknowledges it."""

@@ -409,7 +409,7 @@ class RequestLifecycle:
             self._attempts.cancel(request, "prefill_failed", out, if_unfetched=True)
             self._finish(request, now, out)
             return
-        unclear = self._unclear.count(request.rid, request.submit.offset)
+        unclear = self._unclear.count(request.rid, request.submit.offset, request.lost_with)
         what = verdict(request, code, self._config.attempts, unclear)
         if what == "again":
             self._try_again(request, leg, code, sentence, now, out)

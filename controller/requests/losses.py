@@ -18,7 +18,7 @@ from controller.events import Action, ToNode
 from controller.members import Loss
 from controller.rank import Rank
 from controller.requests.attempts import Attempts, work_of
-from controller.requests.request import LegRun, Request, State, had_output
+from controller.requests.request import LegRun, Request, State, blames, had_output
 from controller.requests.table import RequestTable
 from controller.requests.unclear import MAX_UNTOLD, Unclear
 
@@ -52,7 +52,7 @@ class Losses:
         rank = loss.rank
         if loss.died:
             for rid, (offset, attempt) in self.unclear.settle(rank).items():
-                self._table.blame(rid, offset, attempt)
+                self._table.blame(rid, offset, attempt, rank.process)
         lost = rank.work if loss.work is None else loss.work
         for rid, (request, leg) in list(lost.items()):
             if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
@@ -65,7 +65,7 @@ class Losses:
                 self.unclear.untold(rid, request.attempt, request.submit.bootstrap_room)
             self._attempts.ended(leg, request)
             if loss.died:
-                request.losses += 1
+                request.losses += blames(request, rank if loss.hung else rank.process)
                 request.lost_at = request.attempt
                 self.unclear.passed(rid, request.attempt)
             elif loss.died is None:
@@ -159,7 +159,7 @@ class Losses:
 
     def of(self, request: Request) -> int:
         """Return how many ranks have died with the request, or may have."""
-        return request.losses + self.unclear.count(request.rid, request.submit.offset)
+        return request.losses + self.unclear.count(request.rid, request.submit.offset, request.lost_with)
 
     def is_apart(self, request: Request) -> bool:
         """Return true if one more lost rank makes the request poison. Then it must not share a rank with another

@@ -3,7 +3,7 @@ decide their states, and the checks of a submit. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from math import inf
 from typing import Any, Literal, TypeAlias
@@ -93,7 +93,8 @@ class Request:
 
     __slots__ = (
         "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "dispatched", "first_due",
-        "frames", "frames_bytes", "lane", "legs", "losses", "lost_at", "model", "order", "past", "peer", "places",
+        "frames", "frames_bytes", "lane", "legs", "losses", "lost_at",
+        "lost_with", "model", "order", "past", "peer", "places",
         "predicted_s", "rid", "state", "submit", "trace", "tries", "work",
     )  # fmt: skip
     arrived: int  # where it waits (`lane`): its number among those that came to
@@ -117,7 +118,8 @@ class Request:
         self.legs: tuple[LegRun, ...] = ()
         self.tries = 0  # dispatches, but for those that never left
         self.dispatched = False  # ever
-        self.losses = 0  # of those, ended by the loss of a rank
+        self.losses = 0  # of those, ended by the loss of a rank, but for all after the first of one process
+        self.lost_with: tuple[Hashable, ...] = ()  # these processes
         self.lost_at = 0  # the attempt that ended so last; 0: the last loss is none of these
         self.apart = False  # one more loss makes it poison: it goes nowhere beside another such
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it, or whose streams its client does not get
@@ -139,6 +141,15 @@ class Request:
             legs = [(leg.role, leg.rank.key, leg.state.value) for leg in self.legs]
             what_is = f"{self.rid} is {self.state.value}: cannot be {what}; attempt {self.attempt}, tries {self.tries}"
             raise AssertionError(f"{what_is}, legs {legs}") from None
+
+
+def blames(request: Request, process: Hashable) -> bool:
+    """Note that `process` has died with the request; return whether that is new. A process dies once, also where the
+    request was sent to several of its ranks before the controller knew of its death."""
+    new = process not in request.lost_with
+    if new:
+        request.lost_with += (process,)
+    return new
 
 
 def about_of(request: Request) -> dict[str, Any]:

@@ -7,7 +7,7 @@ here. It sends, places and decides nothing.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from bus.history import History
@@ -20,7 +20,7 @@ from controller.requests.lanes import Lane
 from controller.requests.order import ArrivalOrder, PolicyOrder, SloOrder, Tally
 from controller.requests.queue import CentralQueue
 from controller.requests.record import RequestRecord, record_of
-from controller.requests.request import Request, State, had_output
+from controller.requests.request import Request, State, blames, had_output
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
@@ -148,13 +148,13 @@ class RequestTable:
         self.history.add(record)
         return record
 
-    def blame(self, rid: Rid, offset: int, attempt: Attempt) -> None:
-        """Record that a rank has died with this attempt of `rid`, which may have ended: that counts for this `offset`.
-        0: a token may have come since."""
+    def blame(self, rid: Rid, offset: int, attempt: Attempt, process: Hashable) -> None:
+        """Record that a rank of `process` has died with this attempt of `rid`, which may have ended: that counts for
+        this `offset`. 0: a token may have come since."""
         request = self.requests.get(rid)
         if request is not None:
             if request.submit.offset == offset:
-                request.losses += 1
+                request.losses += blames(request, process)
                 request.lost_at = attempt or request.lost_at
             return
         before, losses, was_last = self._losses.get(rid, (offset, 0, False))

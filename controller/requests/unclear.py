@@ -10,7 +10,7 @@ says that the leg runs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from bus.wire.messages import Attempt, Rid, Room
 from controller.rank import Rank
@@ -51,10 +51,11 @@ class Unclear:
         """Return the requests lost with `rank`, as in `at`, and forget them: it is known now whether it has died."""
         return self.at.pop(rank, {})
 
-    def count(self, rid: Rid, offset: int) -> int:
-        """Return how many ranks may have died with the request `rid`, counting only losses with exactly this
-        `offset`: a request that has got more tokens since did not kill those ranks."""
-        return sum(lost[rid][0] == offset for lost in self.at.values() if rid in lost)
+    def count(self, rid: Rid, offset: int, known: Iterable[Hashable] = ()) -> int:
+        """Return how many processes besides those `known` (`Rank.process`) may have died with the request `rid`,
+        counting only losses with exactly this `offset`: a request that has got more tokens since did not kill them."""
+        may_have = {rank.process for rank, lost in self.at.items() if rid in lost and lost[rid][0] == offset}
+        return len(may_have.difference(known))
 
     def untold(self, rid: Rid, attempt: Attempt, room: Room | None) -> None:
         """Record that the cancel of this attempt reached no rank."""

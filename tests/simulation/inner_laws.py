@@ -353,7 +353,7 @@ def end(world: World, asked: Asked) -> None:
     if world.befell:  # then what its controller knows counts, if nothing is wrong between client and controllers
         asks = [f"client-{asked.spec.client}", f"controller-{asked.spec.controller}"]
         if asked.spec.by:
-            asks = [name for name in world.by_name if name.startswith(("client", "controller"))]
+            asks = [asked.spec.by, *(name for name in world.by_name if name.startswith(("client", "controller")))]
         calm = not any(world.felt(name) for name in asks) and asked.spec.prefill_controller < 0
         turned_down = turned_down or (never and _waits(world, asked.rid))
         late, never = False, calm and result.attempts == 1 and turned_down

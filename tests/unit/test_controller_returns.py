@@ -206,6 +206,39 @@ class TestDeaths:
         assert (len(world.dispatches()), len(world.dispatches(elsewhere))) == (2, 1)
         assert world.core.life.requests["r"].losses == 1
 
+    @pytest.mark.parametrize(("started_us", "losses"), [(5, 1), (0, 2)])
+    def test_a_process_dies_once_whichever_of_its_ranks_had_the_request(self, started_us: int, losses: int) -> None:
+        """Over a slow network their connections are known to be gone one after another. Where a node does not say when
+        it began, each of its ranks may have a process of its own."""
+        nodes = [replace(hello("u", n, dp_size=3), endpoint="ipc:///u", started_us=started_us) for n in range(3)]
+        world = unified(*nodes)
+        world.submit(submit("r"))
+        lost: list[Hello] = []
+        for _ in range(2):
+            (at,) = [node for node in nodes if "r" in world.work(node)]
+            world.feed(Unreachable(peer_of(at)))
+            world.pass_time(0.6, alive=[node for node in nodes if node not in (*lost, at)])
+            lost.append(at)
+        life = world.core.life
+        assert life.losses.of(life.requests["r"]) == losses
+        for node in lost:
+            world.join(replace(node, epoch=node.epoch + 1, started_us=started_us and 9), peer=f"again {node.dp_rank}")
+        assert life.requests["r"].losses == life.losses.of(life.requests["r"]) == losses
+        assert not world.answers(Failed)
+
+    def test_ranks_that_hang_one_by_one_each_count(self) -> None:
+        """Their process lives."""
+        nodes = [replace(hello("u", n, dp_size=3), endpoint="ipc:///u", started_us=5) for n in range(3)]
+        world = unified(*nodes)
+        world.submit(submit("r"))
+        request = world.core.life.requests["r"]
+        for _ in range(24):
+            for node in nodes:
+                world.report(node, running=1, step=3 if "r" in world.work(node) else round(world.now))
+                world.feed(FromNode(peer_of(node), Bye("nobody", 0, 1)))  # its connection lives
+            world.pass_time(1.0, alive=[node for node in nodes if "r" not in world.work(node)])
+        assert request.losses == 2
+
     def test_a_rank_that_answers_is_not_lost_with_a_silent_one_of_its_process(self) -> None:
         nodes = [replace(hello("u", dp_rank), endpoint="ipc:///u") for dp_rank in range(2)]
         world = unified(*nodes)
