@@ -19,7 +19,8 @@ from pdbus.commands.common import (
     wait_for_controller,
     wait_option,
 )
-from pdbus.trace.waterfall import as_dict, waterfall, why
+from pdbus.trace.hops import as_dict
+from pdbus.trace.waterfall import waterfall, why
 
 WIDTH = 120  # of output outside a terminal
 RID_MAX = 128

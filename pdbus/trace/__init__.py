@@ -1,2 +1,2 @@
-"""The life of one request, hop by hop (`pdbus trace`): `waterfall` orders and draws the events that the parts
-recorded."""
+"""The life of one request, hop by hop (`pdbus trace`): `hops` orders the events that the parts recorded,
+`waterfall` draws them."""

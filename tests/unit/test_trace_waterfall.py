@@ -11,7 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from bus.wire.messages import PartTrace, Role, TraceEvent, TraceReply
-from pdbus.trace.waterfall import Hop, as_dict, hops_of, seconds, waterfall, why
+from pdbus.trace.hops import Hop, as_dict, hops_of, seconds
+from pdbus.trace.waterfall import waterfall, why
 
 S = 1_000_000
 AHEAD = 3600 * S  # of the decode rank's clock
