@@ -54,7 +54,7 @@ TYPED = {
     "OTEL_EXPORTER_OTLP_ENDPOINT": HERE,
     "headers: dict[str, str]": HERE,
     "pdbus serve --http": HERE,
-    "pdbus top --http 8080": "tests/integration/test_fleet_page.py",
+    "pdbus top --http 8080": "tests/integration/test_fleet_server.py",
     "curl http://127.0.0.1:8000/v1/chat/completions": HERE,
     "pdbus keys new keys prefill decode": "tests/integration/test_systemd_units.py",
     "cp -r examples/systemd/pdbus-*": "tests/integration/test_systemd_units.py",

@@ -45,7 +45,7 @@ TESTS = {  # of which room, with which tests under tests/; others hold these as 
                                *POLICY, *WORLD],
     "controller/placement.py": ["unit/test_capabilities.py", *POLICY, *WORLD],
     "controller/members.py": CORE,
-    "nodes/link": ["unit/test_streams.py", "unit/test_kv_fetch.py", "unit/test_rank_link.py", *LEGS,
+    "nodes/link": ["unit/test_token_streams.py", "unit/test_kv_fetch.py", "unit/test_rank_link.py", *LEGS,
                    "unit/test_foreign_runner.py", "property/test_rank_link_load.py"],
     "nodes/own": ["unit/test_scheduler_rules.py", "unit/test_kv_fetch.py", "property/test_blocks_pool.py",
                   "property/test_scheduler_machine.py", *LEGS],
