@@ -19,7 +19,7 @@ from pdbus.commands.common import (
     wait_for_controller,
     wait_option,
 )
-from pdbus.trace.hops import as_dict
+from pdbus.trace.hops import as_dict, unknown
 from pdbus.trace.waterfall import waterfall, why
 
 WIDTH = 120  # of output outside a terminal
@@ -50,11 +50,7 @@ def trace(rid: str, controller: str, reasons: bool, as_json: bool, keys: str, wa
         wait_for_controller(client, controller, wait_s, keys)
         answer = client.trace(rid, timeout_s=wait_s)
     if not answer.parts:
-        kept = f"{answer.controller} remembers the last {answer.kept} requests, of {answer.kept_s:.0f} s"
-        if not answer.kept:
-            kept = f"{answer.controller} remembers none (it has just started, or --trace-bytes is 0)"
-        silent = f"; no answer from {', '.join(answer.silent)}" if answer.silent else ""
-        raise BusError(f"no part knows a request {rid!r}: {kept}{silent}")
+        raise BusError(unknown(rid, answer))
     if as_json:
         print(json.dumps(as_dict(rid, answer), indent=2))
         return

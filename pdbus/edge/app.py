@@ -30,7 +30,7 @@ from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
 from pdbus.edge.exchange import PRIORITY_MAX, Exchange, Receive, Scope, Send
-from pdbus.edge.fleet import PAGE, RANK, STREAM, Fleet, refuse_other_hosts
+from pdbus.edge.fleet import PAGE, RANK, REQUEST, STREAM, Fleet, refuse_other_hosts
 from pdbus.edge.generation import Choice, Generation, Gone, Interrupted
 from pdbus.edge.keys import SLO_CLASS_MAX, Key, Keys
 from pdbus.edge.logprobs import Likelihoods
@@ -191,6 +191,8 @@ class Edge:
             route = Route("GET", self._asset, open=True, of_cluster=False)
         elif route is None and exchange.path.startswith(RANK):
             route = Route("GET", self._fleet_rank, of_cluster=False)
+        elif route is None and exchange.path.startswith(REQUEST):
+            route = Route("GET", self._fleet_request, of_cluster=False)
         if route is None:
             instead = FRONT if exchange.path in FRONT_PATHS else "see /docs"
             raise HttpError(404, f"there is no {exchange.path[:200]}; {instead}", code="not_found")
@@ -447,6 +449,9 @@ class Edge:
 
     async def _fleet_rank(self, exchange: Exchange) -> None:
         await self._fleet_for(exchange).rank(exchange)
+
+    async def _fleet_request(self, exchange: Exchange) -> None:
+        await self._fleet_for(exchange).request(exchange)
 
     def _fleet_for(self, exchange: Exchange) -> Fleet:
         """Return the fleet. Raises HttpError: 404 where none is shown, 403 unless the request's key is an operator's;

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, PeerLost, RequestFailed
 from bus.runtime.keys import EDGE, Keys, load_keys
 from bus.runtime.logs import get_logger
 from pdbus import pages
@@ -26,10 +26,13 @@ from pdbus.edge.exchange import Exchange
 from pdbus.fleet.feed import Feed
 from pdbus.fleet.frames import Frames
 from pdbus.fleet.history import SPAN_S, RankRow
+from pdbus.fleet.one_request import RID_MAX
 from pdbus.fleet.readers import MAX_READERS, Reader, Readers
 from pdbus.fleet.source import watching
 
 PAGE, STREAM, RANK = "/fleet", "/fleet/stream", "/fleet/rank/"
+REQUEST = "/fleet/request/rid="  # and a rid, which alone could be `..`
+ASKED = 8  # requests that are looked up at once
 SEND_BUFFER = 64 << 10  # bytes that the kernel keeps for a reader: of more, one that reads nothing would not be noticed
 LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain"})
 
@@ -39,9 +42,9 @@ MakeFeed = Callable[[Callable[[bytes], None], Callable[[Exception], None]], Feed
 
 
 class Fleet:
-    """The fleet's page, stream and ranks' series, for the running loop. `make(publish, failed)` returns a feed, which
-    begins with the first reader or with `begin`, and ends a quarter of an hour after the last reader has left, unless
-    `always`. Call `look` each second or so. `failed` gets what has ended a feed."""
+    """The fleet's page and stream, ranks' series and requests, for the running loop. `make(publish, failed)` returns a
+    feed, which begins with the first reader or with `begin`, and ends a quarter of an hour after the last reader has
+    left, unless `always`. Call `look` each second or so. `failed` gets what has ended a feed."""
 
     def __init__(self, make: MakeFeed, failed: Callable[[Exception], None], *, always: bool = False) -> None:
         self._make = make
@@ -51,6 +54,7 @@ class Fleet:
         self._readers = Readers()
         self._streams: dict[Reader, Exchange] = {}
         self._feed: Feed | None = None
+        self._asked = 0
         self._read_at = 0.0  # when there was a reader
         self._over = False
 
@@ -128,6 +132,26 @@ class Fleet:
             raise HttpError(404, "nothing is known of such a rank yet", code="not_found")
         series = {name: [row[place] for row in rows] for place, name in enumerate(RankRow._fields)}
         await exchange.answer(200, msgspec.json.encode(series))
+
+    async def request(self, exchange: Exchange) -> None:
+        """Answer with what became of the request `/fleet/request/rid=RID`. Raises HttpError 503 when the controller
+        does not answer, or ASKED such questions are open."""
+        refuse_other_sites(exchange)
+        rid = exchange.path.removeprefix(REQUEST)
+        if not 0 < len(rid) <= RID_MAX:
+            raise HttpError(400, f"a rid has 1 to {RID_MAX} characters", code="bad_request")
+        if self._asked >= ASKED:
+            raise HttpError(503, f"{ASKED} requests are being looked up; ask again", code="overloaded")
+        self._asked += 1
+        try:
+            answer = await asyncio.to_thread(self.begin().request, rid)
+        except RequestFailed as error:
+            raise HttpError(503, error.message, code=error.code) from None
+        except PeerLost:
+            raise HttpError(503, "the controller does not answer", code="no_controller") from None
+        finally:
+            self._asked -= 1
+        await exchange.answer(200, msgspec.json.encode(answer))
 
     # --- from the feed's thread ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from pdbus import pages
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import HttpError
 from pdbus.edge.exchange import Exchange, Receive, Scope, Send
-from pdbus.edge.fleet import PAGE, RANK, STREAM, Fleet, MakeFeed, refuse_other_hosts
+from pdbus.edge.fleet import PAGE, RANK, REQUEST, STREAM, Fleet, MakeFeed, refuse_other_hosts
 from pdbus.edge.server import Server, listen, url_of
 
 LOOK_S = 1.0
@@ -61,13 +61,18 @@ class FleetApp:
             await self._fleet.page(exchange)
         elif path.startswith(pages.PREFIX) and (file := pages.asset(path)) is not None:
             await exchange.answer(200, file.body, file.kind, pages.HEADERS)
-        elif path == STREAM or path.startswith(RANK):
+        elif path == STREAM or path.startswith((RANK, REQUEST)):
             scheme, _, token = exchange.headers.get(b"authorization", b"").partition(b" ")
             given = hashlib.sha256(token.strip()).digest()
             if scheme.lower() != b"bearer" or not secrets.compare_digest(given, self._token):
                 why = "open the URL that pdbus top --http has printed: its token is of that start"
                 raise HttpError(401, why, code="invalid_token", headers=((b"www-authenticate", b"Bearer"),))
-            await (self._fleet.stream(exchange) if path == STREAM else self._fleet.rank(exchange))
+            if path == STREAM:
+                await self._fleet.stream(exchange)
+            elif path.startswith(RANK):
+                await self._fleet.rank(exchange)
+            else:
+                await self._fleet.request(exchange)
         else:
             raise HttpError(404, f"there is no {path[:200]}; the fleet's page is at {PAGE}", code="not_found")
 

@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
+from bus.errors import PeerLost
 from bus.wire.messages import MemberKey
 from pdbus.fleet.frames import Frames
 from pdbus.fleet.history import RankRow
+from pdbus.fleet.one_request import as_page
 from pdbus.fleet.source import StatusSource
 
 ASK_S = 1.0
@@ -30,11 +33,13 @@ class Feed(threading.Thread):
         self._failed = failed
         self._lock = threading.Lock()
         self._leaving = threading.Event()
+        self._source: StatusSource | None = None  # once it is open
 
     def run(self) -> None:
         """The thread's loop; `start` runs it."""
         try:
             with self._opened() as source:
+                self._source = source
                 due = time.monotonic()
                 while not self._leaving.is_set():
                     update = source.ask()
@@ -56,6 +61,13 @@ class Feed(threading.Thread):
         """Return the rows of a rank's last fifteen minutes; empty: it is unknown."""
         with self._lock:
             return self._frames.history.series(key)
+
+    def request(self, rid: str) -> dict[str, Any]:
+        """Return what became of a request, for JSON; it waits for the answer. Raises BusError
+        where there is none."""
+        if self._source is None:
+            raise PeerLost("no controller has answered yet")
+        return as_page(rid, self._source.trace(rid))
 
     def stop(self) -> None:
         """End the thread without waiting for it."""

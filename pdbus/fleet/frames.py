@@ -2,7 +2,7 @@
 
 Both are server-sent events (`snapshot`, `delta`) with one JSON object. A rank is rows of numbers, named by `FACTS`,
 `FIGURES` and `RATES`, which begin with a number that it keeps as long as it is known. A delta has only rows that
-changed. All readers get the same bytes.
+changed, and lists of requests that did. All readers get the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from bus.histogram import quantile
-from bus.wire.messages import MemberKey, QueueStatus, RankStatus
+from bus.wire.messages import ListedRequest, MemberKey, QueueStatus, RankStatus, RequestLists
 from pdbus.fleet.conditions import Condition
 from pdbus.fleet.figures import Sample, slo_of
 from pdbus.fleet.history import FleetRow, History, News
@@ -32,7 +32,9 @@ RATES = (
     "id", "requests_s", "prompt_s", "output_s", "hits", "busy", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s",
     "kv_sent_bytes_s", "kv_received_bytes_s", "fetch_s",
 )  # fmt: skip
+REQUEST = ("rid", "came", "first_token_s", "model", "prompt_tokens", "attempt", "ranks", "late")
 ROW = tuple(name for name in FleetRow._fields if name != "at")
+LISTS = RequestLists.__struct_fields__
 RATED, ROUND = 128, 8  # ranks whose rates are in one message: of more they come in turns, of each within 8 messages
 NAMES = 20  # codes, keys
 SLO_SAMPLES = 60
@@ -62,6 +64,7 @@ class Frames:
         self._turn = 0
         self._news: News | None = None  # the last that was sent
         self._row: FleetRow | None = None
+        self._lists: dict[str, list[Any]] = {}  # of requests, by name
         self._slos: deque[tuple[int, int]] = deque(maxlen=SLO_SAMPLES)
         self._snapshot: bytes | None = None
 
@@ -84,8 +87,12 @@ class Frames:
         rows = self.history.rows
         row = [] if not rows or rows[-1] is self._row else [_row(rows[-1])]
         self._row = rows[-1] if rows else None
-        news = self._fresh_news()
-        return self._message("delta", facts=facts, figures=figures, rates=rates, gone=gone, rows=row, news=news)
+        news, lists = self._fresh_news(), _lists(update.status.requests)
+        fresh = {name: rows for name, rows in lists.items() if rows != self._lists.get(name)}
+        self._lists = lists
+        return self._message(
+            "delta", facts=facts, figures=figures, rates=rates, gone=gone, rows=row, news=news, requests=fresh
+        )
 
     def snapshot(self) -> bytes:
         """Return everything; encoded once for all readers between two deltas."""
@@ -93,7 +100,8 @@ class Frames:
             self._snapshot = self._message(
                 "snapshot", facts=list(self._facts.values()), figures=list(self._figures.values()),
                 rates=list(self._rates.values()), gone=[], rows=[_row(row) for row in self.history.rows],
-                news=[_news(each) for each in self.history.news], names=NAMES_OF, version=metadata.version("pdbus"),
+                news=[_news(each) for each in self.history.news], requests=self._lists,
+                names=NAMES_OF, version=metadata.version("pdbus"),
             )  # fmt: skip
         return self._snapshot
 
@@ -188,6 +196,7 @@ class Frames:
             "ttft_slo_s": self._slo_s[0], "tpot_slo_s": self._slo_s[1],
             "slo": (lately.kept, lately.missed) if slo else None,
             "loads": any(rank.endpoint for rank in status.ranks), "events": status.events is not None,
+            "requests": status.requests is not None,
         }  # fmt: skip
 
     def _fresh_news(self) -> list[tuple[Any, ...]]:
@@ -200,7 +209,7 @@ class Frames:
         return fresh[::-1]
 
 
-NAMES_OF = {"facts": FACTS, "figures": FIGURES, "rates": RATES, "row": ROW}
+NAMES_OF = {"facts": FACTS, "figures": FIGURES, "rates": RATES, "row": ROW, "request": REQUEST}
 
 
 def host_of(endpoint: str) -> str:
@@ -229,6 +238,15 @@ def _news(each: News) -> tuple[Any, ...]:
     event = each.event
     rank = f"{event.instance}/{event.dp_rank}" if event is not None and event.instance else ""
     return round(each.wall, 1), each.text, each.bad, rank
+
+
+def _lists(lists: RequestLists | None) -> dict[str, list[Any]]:
+    return {} if lists is None else {name: list(map(_request, getattr(lists, name))) for name in LISTS}
+
+
+def _request(one: ListedRequest) -> tuple[Any, ...]:
+    came, first_token_s = round(one.came_us / 1e6, 1), _short(one.first_token_s or None)
+    return one.rid, came, first_token_s, one.model, one.prompt_tokens, one.attempt, one.ranks, one.late
 
 
 def _queue(queue: QueueStatus | None) -> dict[str, Any] | None:

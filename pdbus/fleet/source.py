@@ -19,7 +19,7 @@ from bus.errors import PeerLost, RemoteProtocolError, RequestFailed
 from bus.runtime.keys import Keys, any_key
 from bus.runtime.sockets import Sockets
 from bus.wire import codec
-from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery
+from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, TraceReply
 from pdbus.client import Client
 from pdbus.client.channel import Channel
 from pdbus.client.questions import Questions
@@ -69,19 +69,20 @@ class BrokerStatusClient:
 
 
 class StatusSource:
-    """Asks the controller for its status and new events, and the broker (None: none is asked) for its counts. For one
-    thread."""
+    """Asks the controller for its status and new events, with `requests` for its lists of requests too, and the broker
+    (None: none is asked) for its counts. For one thread, but for `trace`."""
 
-    def __init__(self, client: Client, broker: BrokerStatusClient | None) -> None:
+    def __init__(self, client: Client, broker: BrokerStatusClient | None, *, requests: bool = False) -> None:
         self._client = client
         self._broker = broker
+        self._requests = requests
         self._events_from = 0
         self._epoch = 0  # of the controller that answered last
 
     def ask(self) -> Sample | str:
         """Ask, and return a sample; or the reason (text) why the controller gave none. Raises what ends the client."""
         try:
-            status = self._client.status(timeout_s=ASK_S, events_from=self._events_from)
+            status = self._client.status(timeout_s=ASK_S, events_from=self._events_from, requests=self._requests)
         except PeerLost:
             return "the controller does not answer; what is shown is old"
         if self._epoch not in (0, status.epoch):
@@ -92,6 +93,10 @@ class StatusSource:
         at, wall = time.monotonic(), time.time()
         return Sample(at, wall, status, self._broker.ask() if self._broker is not None else None)
 
+    def trace(self, rid: str) -> TraceReply:
+        """Ask what became of a request; any thread may. Raises what `Client.trace` does."""
+        return self._client.trace(rid, timeout_s=ASK_S)
+
 
 @contextmanager
 def watching(controller: str, keys: Keys | None, bus: str = "") -> Iterator[StatusSource]:
@@ -100,7 +105,7 @@ def watching(controller: str, keys: Keys | None, bus: str = "") -> Iterator[Stat
     with ExitStack() as exits:
         client = exits.enter_context(Viewer(controller, keys))
         broker = exits.enter_context(BrokerStatusClient(BusAddress(bus), keys or "")) if bus else None
-        yield StatusSource(client, broker)
+        yield StatusSource(client, broker, requests=True)
 
 
 class Viewer(Client):

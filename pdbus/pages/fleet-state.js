@@ -9,7 +9,7 @@ export class Fleet {
 
   clear() {
     this.seq = -1; this.wall = 0; this.head = { silent: "waiting for the first figures" };
-    this.ranks = new Map(); this.rows = []; this.news = []; this.version = "";
+    this.ranks = new Map(); this.rows = []; this.news = []; this.requests = {}; this.version = "";
   }
 
   // Take in a message; false: it is of before the snapshot.
@@ -30,6 +30,8 @@ export class Fleet {
         if (kind === "facts") rank.name = `${rank.instance}/${rank.dp_rank}`;
       }
     }
+    for (const [list, rows] of Object.entries(body.requests ?? {}))
+      this.requests[list] = rows.map((row) => Object.fromEntries(this.names.request.map((name, place) => [name, row[place]])));
     this.rows.push(...(body.rows ?? []));
     while (this.rows.length && this.rows[0][0] < this.wall - SPAN_S) this.rows.shift();
     this.news.push(...(body.news ?? []));

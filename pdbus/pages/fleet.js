@@ -2,6 +2,7 @@
 
 import { $, HeatMap, chart, el, put, renewChart, renewTile, table, tile } from "./fleet-draw.js";
 import { CHOICES, DEAD, Fleet, age, bytes, clock, counted, kvShare, number, seconds, share, stateOf } from "./fleet-state.js";
+import { Requests } from "./fleet-requests.js";
 import { watch } from "./fleet-stream.js";
 
 const MANY = 100, ROWS = 12, MORE_ROWS = 50, ROLES = ["prefill", "decode", "unified"];
@@ -142,13 +143,14 @@ function legend(many) {
 
 // --- one rank --------------------------------------------------------------------------------------------------------
 
+const get = (path) => fetch(path, { headers: keyOf() ? { Authorization: `Bearer ${keyOf()}` } : {}, cache: "no-store" });
+
 async function loadSeries() {
   const rank = fleet.ranks.get(choice.rank);
   if (!rank || document.hidden) return;
   seriesAt = performance.now();
   try {
-    const path = `/fleet/rank/${encodeURIComponent(rank.instance)}/${rank.dp_rank}`;
-    const response = await fetch(path, { headers: keyOf() ? { Authorization: `Bearer ${keyOf()}` } : {} });
+    const response = await get(`/fleet/rank/${encodeURIComponent(rank.instance)}/${rank.dp_rank}`);
     if (response.ok && choice.rank === rank.id) { series = await response.json(); detail(); }
   } catch { /* the stream says what is wrong */ }
 }
@@ -250,6 +252,20 @@ function failed() {
   host.replaceChildren(rows.length ? table(["since the controller began", "times"], rows) : "Nothing failed, and nothing was refused.");
 }
 
+// --- one request -----------------------------------------------------------------------------------------------------
+
+const requests = new Requests(fleet, async (rid) => {
+  let response;
+  try {
+    response = await get(`/fleet/request/rid=${encodeURIComponent(rid)}`);
+  } catch {
+    throw new Error("the page server does not answer");
+  }
+  const body = await response.json();
+  if (!response.ok) throw new Error(body.error.message);
+  return body;
+});
+
 // --- all of it -------------------------------------------------------------------------------------------------------
 
 function draw() {
@@ -275,6 +291,7 @@ function draw() {
   $("many").hidden = !many;
   if (many) ranksTable(ranks);
   charts();
+  requests.draw();
   events();
   failed();
 }
@@ -302,6 +319,10 @@ $("door").addEventListener("submit", (event) => {
   sessionStorage.setItem("pdbus-key", $("key").value);
   begin();
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape" && choice.rank !== null) open(choice.rank); });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if ($("request").contains(document.activeElement) || choice.rank === null) requests.close();
+  else open(choice.rank);
+});
 window.addEventListener("resize", draw);
 begin();

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bus.wire.messages import TraceEvent, TraceReply
 
@@ -28,6 +28,7 @@ LABELS = {  # the name of an event, and how it is shown
     "done": "done",
     "failed": "failed",
 }
+NO_REASONS = "No reasons were kept: controllers keep those of one request in --explain."
 WHY = ("weighed", "acknowledged")  # events that say why a leg went to its rank
 
 
@@ -40,6 +41,24 @@ class Hop:
     event: TraceEvent
     at_s: float
     took_s: float | None
+
+    @property
+    def bad(self) -> bool:
+        """True if it is a failure."""
+        return self.event.what in ("retried", "failed")
+
+
+class Reasons(NamedTuple):
+    """The reasons why a leg went to its rank."""
+
+    attempt: int
+    leg: str
+    sentences: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The leg that it is, as a heading."""
+        return f"why this {self.leg} rank, attempt {self.attempt}"
 
 
 def hops_of(answer: TraceReply) -> list[Hop]:
@@ -94,16 +113,78 @@ def as_dict(rid: str, answer: TraceReply) -> dict[str, Any]:
         ],
         "why": [
             {"attempt": event.attempt, "leg": event.leg, "what": event.what, "detail": event.detail}
-            for event in reasons_of(answer)
+            for event in _why(answer)
         ],
         "clocks": [{"part": t.part, "offset_us": t.offset_us, "rtt_us": t.rtt_us} for t in answer.parts],
         "silent": list(answer.silent),
     }  # fmt: skip
 
 
-def reasons_of(answer: TraceReply) -> list[TraceEvent]:
-    """Return the events that say why legs went to their ranks, in order."""
+def reasons_of(answer: TraceReply) -> list[Reasons]:
+    """Return why the legs went to their ranks, a leg each, in order: what was compared, and what reports said later."""
+    legs: dict[tuple[int, str], list[TraceEvent]] = {}
+    for event in _why(answer):
+        legs.setdefault((event.attempt, event.leg or ""), []).append(event)
+    return [
+        Reasons(*leg, tuple([event.detail for event in sorted(events, key=lambda each: each.at_us)]))
+        for leg, events in legs.items()
+    ]
+
+
+def _why(answer: TraceReply) -> list[TraceEvent]:
     return [event for trace in answer.parts for event in trace.events if event.what in WHY]
+
+
+def attempts_of(hops: Sequence[Hop]) -> int:
+    """Return the number of attempts that the hops are of."""
+    return len({hop.event.attempt for hop in hops if hop.event.attempt})
+
+
+def words_of(hop: Hop, attempts: int) -> tuple[str, str, str]:
+    """Return the hop in words: what happened, in which attempt where there are several, and the rest."""
+    event = hop.event
+    number = f" #{event.attempt}" if attempts > 1 and event.attempt else ""
+    to_rank = event.what == "dispatched" and event.leg
+    rest = f" to {event.detail}" if to_rank else f", {event.detail}" if event.detail else ""
+    return LABELS.get(event.what, event.what), number, rest
+
+
+def title_of(rid: str, answer: TraceReply, hops: Sequence[Hop]) -> str:
+    """Return what became of the request (`rid`, where the answer says none), as a line."""
+    ends = [hop.event.what for hop in hops if hop.event.what in ("done", "failed")]
+    how = {"done": "done", "failed": "failed"}.get(ends[-1] if ends else "", "still under way")
+    attempts = attempts_of(hops)
+    tries = f", {attempts} attempts" if attempts > 1 else ""
+    return f"{answer.rid or rid}: {how} after {seconds(max((hop.at_s for hop in hops), default=0.0))}{tries}"
+
+
+def notes_of(answer: TraceReply) -> list[str]:
+    """Return notes: clock offsets, parts that did not answer, and other rids that begin so."""
+    clocks = [
+        f"{part.part} {part.offset_us / 1000:+.1f} ms (±{part.rtt_us / 2000:.1f})"
+        for part in answer.parts
+        if part.rtt_us > 0
+    ]
+    unknown = [part.part for part in answer.parts if part.rtt_us < 0]
+    lines = []
+    if clocks:
+        lines.append(f"clocks beyond {answer.controller}'s, taken off above: {', '.join(clocks)}")
+    if unknown:
+        lines.append(f"clock not known: {', '.join(unknown)}")
+    if answer.others:
+        lines.append(f"others that begin so: {', '.join(answer.others)}")
+    if answer.silent:
+        lines.append(f"did not answer, so what it knows is missing: {', '.join(answer.silent)}")
+    return lines
+
+
+def unknown(rid: str, answer: TraceReply) -> str:
+    """Return that no part knows the request, as a sentence."""
+    kept = f"{answer.controller} remembers the last {answer.kept} requests, of {answer.kept_s:.0f} s"
+    if not answer.kept:
+        kept = f"{answer.controller} remembers none (it has just started, or --trace-bytes is 0)"
+    silent = f"; no answer from {', '.join(answer.silent)}" if answer.silent else ""
+    return f"no part knows a request {rid!r}: {kept}{silent}"
 
 
 def seconds(value: float) -> str:

@@ -81,6 +81,83 @@ def test_a_sentence_opens_its_rank(start: Start, visit: Go) -> None:
     expect(page.locator("#detail")).to_be_hidden()
 
 
+def request_of(page: Page) -> Locator:
+    return page.get_by_role("region", name="One request")
+
+
+def test_a_request_is_opened_from_a_list_with_its_attempts_and_why(start: Start, visit: Go) -> None:
+    page = (seen := visit(start("queue", 8).url)).page
+    listed = page.locator("#listed tbody tr")
+    expect(listed).to_have_count(20)
+    expect(listed.first).to_contain_text("prefill-0/0 → decode-0/0")
+    page.get_by_role("button", name="Waiting longest").click()
+    expect(listed.first).to_contain_text(re.compile("req-00000064.*▲ late"))
+    page.get_by_role("button", name="Slowest to the first token").click()
+    expect(listed.first).to_contain_text(re.compile(r"req-000000c8.*2 s ▲ late"))
+    page.get_by_role("button", name="req-000000c8").click()
+    expect(request_of(page).get_by_role("heading", level=2)).to_have_text(
+        "req-000000c8: done after 1.311 s, 2 attempts"
+    )
+    steps = request_of(page).get_by_role("listitem")
+    expect(steps.nth(4)).to_have_text(re.compile("✕ leg failed, tried again #1, prefill-0/0: peer_lost"))
+    expect(steps.last).to_have_text(re.compile(r"^1.311 s.*controller-0done #2$"))
+    widths = steps.locator("i").evaluate_all("bars => bars.map((bar) => bar.getBoundingClientRect().width)")
+    long = steps.nth(18).locator("i").bounding_box()
+    assert long is not None
+    assert long["width"] == max(widths), "the bar of what took longest is the longest"
+    expect(request_of(page)).to_contain_text("why this prefill rank, attempt 2")
+    expect(request_of(page)).to_contain_text("cache_aware, in tokens at 4 candidates: prefill-1/0 640 (512 cached)")
+    seen.look("fleet a request")
+    page.get_by_role("button", name="Close", exact=True).click()
+    expect(request_of(page)).to_be_hidden()
+
+
+def test_a_request_is_looked_up_by_keyboard_and_an_unknown_one_is_a_sentence(start: Start, visit: Go) -> None:
+    page = (seen := visit(start("well", 8).url)).page
+    box = page.get_by_role("searchbox", name="A request")
+    box.focus()
+    page.keyboard.type("req-")
+    page.keyboard.press("Enter")
+    expect(request_of(page)).to_contain_text("req-00000000: done")
+    request_of(page).get_by_role("button", name="req-00000002").focus()
+    page.keyboard.press("Enter")
+    expect(request_of(page)).to_contain_text("req-00000002: done")
+    request_of(page).get_by_role("button", name="Ask again").focus()
+    page.keyboard.press("Escape")
+    expect(request_of(page)).to_be_hidden()
+    for unknown in ("nobody", "..", "a/b?c#d", "%2e"):
+        box.fill(unknown)
+        page.keyboard.press("Enter")
+        sentence = f"No part knows a request '{unknown}': controller-0 remembers the last 30000 requests, of 612 s."
+        expect(request_of(page).locator(".what")).to_have_text(sentence)
+    seen.look("fleet unknown request")
+
+
+@pytest.mark.parametrize(
+    ("situation", "said"),
+    [
+        ("empty", "No request is at a rank."),
+        ("old", "This controller is older than this page, and lists no requests; look one up."),
+        ("hostile", ""),
+    ],
+)
+def test_lists_that_are_empty_or_unknown_or_hostile(situation: str, said: str, start: Start, visit: Go) -> None:
+    page = (seen := visit(start(situation, 8).url)).page
+    if said:
+        expect(page.locator("#no-requests")).to_have_text(said)
+        page.get_by_role("searchbox", name="A request").fill("req-1")
+        page.keyboard.press("Enter")
+    else:
+        page.get_by_role("button", name=f"{HOSTILE}-00000003").click()
+        expect(request_of(page)).to_contain_text(f"peer_lost: {HOSTILE}")
+        seen.look("fleet hostile request")
+    if situation == "old":
+        expect(request_of(page).locator(".why")).to_have_text(
+            "This controller is older than this page, and keeps no reasons."
+        )
+        seen.look("fleet old request")
+
+
 def test_two_pages_of_a_browser_share_a_stream_and_one_that_goes_leaves_it(start: Start, visit: Go) -> None:
     server = start("well", 2)
     seen = visit(server.url)

@@ -71,7 +71,8 @@ def test_an_operators_key_looks_and_one_that_is_taken_away_is_cut_off(cluster: C
         assert error_of(edge.ask("/fleet/stream"))[0] == 401
         user = {"authorization": "Bearer a-users-key"}
         assert error_of(edge.ask("/fleet/stream", **user)) == (403, "the fleet is for keys with operator = true")
-        assert error_of(edge.ask("/fleet/rank/unified-0/0", **user))[0] == 403
+        for path in ("/fleet/rank/unified-0/0", "/fleet/request/rid=abcd"):
+            assert error_of(edge.ask(path, **user))[0] == 403
         assert edge.ask("/load", **user).status == 200
         stream = edge.ask("/fleet/stream", authorization="Bearer operators-key")
         assert next_event(stream)[0] == "snapshot"
@@ -82,7 +83,7 @@ def test_an_operators_key_looks_and_one_that_is_taken_away_is_cut_off(cluster: C
 
 def test_an_edge_that_other_machines_reach_shows_nothing_without_api_keys(cluster: Cluster) -> None:
     with edge_of(cluster, http="0.0.0.0:0") as edge:
-        for path in ("/fleet", "/fleet/stream", "/fleet/rank/unified-0/0"):
+        for path in ("/fleet", "/fleet/stream", "/fleet/rank/unified-0/0", "/fleet/request/rid=abcd"):
             status, why = error_of(edge.ask(path))
             assert (status, "API keys marked operator" in why) == (404, True)
 

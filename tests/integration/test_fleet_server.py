@@ -11,12 +11,15 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet_pages import WAIT_S, PageServer, error_of, next_event
 
 from pdbus import pages
+from pdbus.client import Client
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.fleet import Fleet
 from pdbus.edge.fleet_server import FleetApp
@@ -50,7 +53,7 @@ def test_figures_need_the_token_and_the_page_holds_none(server: PageServer) -> N
     page = server.ask("/fleet")
     assert (page.status, page.headers["content-security-policy"]) == (200, pages.POLICY)
     assert b"<script" in page.read()
-    for path in ("/fleet/stream", "/fleet/rank/decode-0/0"):
+    for path in ("/fleet/stream", "/fleet/rank/decode-0/0", "/fleet/request/rid=req-1"):
         for given in ({}, {"authorization": "Bearer x"}, {"authorization": f"Basic {server.token}"}):
             status, message = error_of(server.ask(path, **given))
             assert (status, "open the URL" in message) == (401, True)
@@ -61,6 +64,12 @@ def test_figures_need_the_token_and_the_page_holds_none(server: PageServer) -> N
     assert len(series["running"]) == len(series["at"]) >= 29
     assert server.look("/fleet/rank/decode-0/1").status == 404
     assert server.look("/fleet/rank/%2e%2e/x").status == 404
+    told = json.loads(server.look("/fleet/request/rid=req-1").read())
+    assert told["title"] == "req-1: done after 1.311 s, 2 attempts"
+    sentence = "no part knows a request 'x/../y': controller-0 remembers the last 30000 requests, of 612 s"
+    assert json.loads(server.look("/fleet/request/rid=x%2F..%2Fy").read()) == {"sentence": sentence}
+    for wrong in ("", "r" * 129):
+        assert error_of(server.look(f"/fleet/request/rid={wrong}")) == (400, "a rid has 1 to 128 characters")
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "8.8.8.8", "[", ""])
@@ -76,6 +85,7 @@ def test_another_sites_page_is_refused_and_other_paths_and_methods_are(server: P
     for header in ({"origin": "https://evil.example"}, {"sec_fetch_site": "cross-site"}, {"origin": "null"}):
         status, message = error_of(server.ask("/fleet/stream", authorization=f"Bearer {server.token}", **header))
         assert (status, message) == (403, "a fleet is shown to its own page alone")
+    assert server.ask("/fleet/request/rid=x", origin="null", authorization=f"Bearer {server.token}").status == 403
     own = server.ask(
         "/fleet/rank/decode-0/0", origin=f"http://127.0.0.1:{server.at.port}", authorization=f"Bearer {server.token}"
     )
@@ -235,6 +245,42 @@ def test_top_http_shows_a_real_cluster_whose_rank_is_killed() -> None:
             assert line[2].startswith("decode")
             assert "is lost" in line[2]
             assert server.leave() == 0
+        finally:
+            server.close()
+
+
+def listed(stream: HTTPResponse, name: str, wanted: Callable[[Any], object]) -> list[Any]:
+    """The rows of a list of requests, once they are as `wanted`."""
+    deadline = time.monotonic() + WAIT_S
+    while (rows := next_event(stream)[1].get("requests", {}).get(name)) is None or not wanted(rows):
+        assert time.monotonic() < deadline
+    return rows  # type: ignore[no-any-return]
+
+
+def test_a_real_request_is_listed_while_it_runs_and_told_with_why() -> None:
+    slow = ("--sim-timing", "zero", "--sim-decode-s", "0.05")
+    spec = ClusterSpec(prefill=1, decode=2, engine="sim", node_args=slow, controller_args=("--explain", "1"))
+    with Cluster(spec) as cluster, Client(cluster.controller) as client:
+        where = ("--controller", cluster.controller, "--bus", cluster.bus)
+        server = PageServer("-m", "pdbus", "top", "--http", "0", *where)
+        try:
+            running = client.generate_tokens([1, 2, 3], max_tokens=3_000, ignore_eos=True, rid="the-long-one")
+            pieces = iter(running)
+            next(pieces)
+            stream = server.look()
+            (row,) = listed(stream, "running", lambda rows: rows and rows[0][2])
+            assert (row[0], row[3:6]) == ("the-long-one", ["sim", 3, 1])
+            assert [rank.rpartition("-")[0] for rank in row[6]] == ["prefill", "decode"]
+            told = json.loads(server.look("/fleet/request/rid=the-long").read())
+            assert told["title"].startswith("the-long-one: still under way after")
+            assert {mark["part"] for mark in told["marks"]} >= {"client", *row[6]}
+            assert [each["title"] for each in told["why"]] == [
+                "why this prefill rank, attempt 1", "why this decode rank, attempt 1",
+            ]  # fmt: skip
+            running.cancel()
+            listed(stream, "running", lambda rows: not rows)
+            cluster.stop()
+            assert error_of(server.look("/fleet/request/rid=the-long")) == (503, "the controller does not answer")
         finally:
             server.close()
 

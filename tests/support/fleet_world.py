@@ -11,10 +11,24 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from msgspec.structs import replace
 from status_world import rank
 
 from bus.histogram import Histogram, trimmed
-from bus.wire.messages import BrokerStatus, ControllerEvent, QueuedKind, QueueStatus, RankStatus, Status
+from bus.wire.messages import (
+    BrokerStatus,
+    ControllerEvent,
+    ListedRequest,
+    PartTrace,
+    QueuedKind,
+    QueueStatus,
+    RankStatus,
+    RequestLists,
+    Role,
+    Status,
+    TraceEvent,
+    TraceReply,
+)
 from pdbus.edge.fleet_server import serve
 from pdbus.fleet.feed import Feed
 from pdbus.fleet.figures import Sample
@@ -70,9 +84,40 @@ class ScriptedSource:
         status = Status(
             1, "controller-0", 7, elapsed, {"prefill": "cache_aware", "decode": "total_requests"}, counts, ranks,
             events=None if old or hidden else self._events(odd, now), queue=None if old or hidden else queue,
+            requests=None if old or hidden else self._requests(now, waiting),
         )  # fmt: skip
         at = self._began + now
         return Sample(at, time.time() + at - time.monotonic(), status, BrokerStatus(1, 2, elapsed, {"rooms_alive": 9}))
+
+    def trace(self, rid: str) -> TraceReply:
+        """What became of a request whose rid begins with `req-`, in two attempts; others are unknown."""
+        reply = TraceReply(1, "controller-0", (), kept=30_000, kept_s=612.0)
+        if not rid.startswith(("req-", "<")):
+            return reply
+        whole, others = rid, ()
+        if rid == "req-":
+            whole, *rest = [f"req-{number:08x}" for number in range(4)]
+            others = tuple(rest)
+        return replace(reply, parts=story(self.situation, HOSTILE), rid=whole, others=others)
+
+    def _requests(self, now: float, waiting: int) -> RequestLists:
+        if not self.ranks:
+            return RequestLists()
+        name = HOSTILE if self.situation == "hostile" else "req"
+
+        def listed(number: int, ago_s: float, first_s: float, waits: bool = False) -> ListedRequest:
+            came_us = round((time.time() - now % 1 - ago_s) * 1e6)
+            ranks = () if waits else (f"prefill-{number % 2}/0", f"decode-{number % 3}/0")
+            late = first_s > 0.5 or waits
+            return ListedRequest(
+                f"{name}-{number:08x}", came_us, first_s, "llama-8b", 512 + 37 * number, 1, ranks, late
+            )
+
+        return RequestLists(
+            tuple(listed(number, 61.0 - 3 * number, 0.1 + 0.02 * number) for number in range(20)),
+            tuple(listed(100 + number, 8.0 - number / 3, 0.0, True) for number in range(min(20, waiting))),
+            tuple(listed(200 + number, 30.0 * number, 2.0 / (number + 1)) for number in range(20)),
+        )
 
     def _events(self, odd: str, now: float) -> tuple[ControllerEvent, ...]:
         start = round((time.time() - now - SINCE_S) * 1e6)
@@ -133,6 +178,40 @@ class ScriptedSource:
         }  # fmt: skip
         made = rank(instance, place % per, **given | fields)
         return RankStatus(**{n: getattr(made, n) for n in made.__struct_fields__} | {"load": None}) if hidden else made
+
+
+def story(situation: str, why_not: str) -> tuple[PartTrace, ...]:
+    """The parts of a request that failed once and then did well."""
+    start = 1_790_000_000_000_000
+
+    def mark(at_ms: float, what: str, leg: Role | None = None, detail: str = "", attempt: int = 2) -> TraceEvent:
+        return TraceEvent(start + round(1000 * at_ms), what, attempt, leg, detail)
+
+    failed = f"prefill-0/0: peer_lost: {why_not if situation == 'hostile' else 'its lease has ended'}"
+    reasons = (
+        mark(2.0, "weighed", "prefill", "cache_aware, in tokens at 4 candidates: prefill-1/0 640 (512 cached), "
+             "prefill-2/0 1,152, prefill-3/0 1,290"),
+        mark(8.0, "acknowledged", "prefill", "by its next report 0 tokens besides this request"),
+        mark(2.0, "weighed", "decode", "total_requests, in requests at 4 candidates: decode-0/0 3, decode-1/0 4"),
+    )  # fmt: skip
+    return (
+        PartTrace("client", (mark(-0.6, "asked", attempt=0),), 0, -1),
+        PartTrace("controller-0", (
+            mark(0, "received", detail="1,152 tokens", attempt=1), mark(0.1, "dispatched", "prefill", "prefill-0/0", 1),
+            mark(0.1, "dispatched", "decode", "decode-0/0", 1), mark(1.9, "retried", "prefill", failed, 1),
+            mark(2, "dispatched", "prefill", "prefill-1/0"), mark(2.1, "dispatched", "decode", "decode-0/0"),
+            mark(53, "output_reported"), mark(1310, "done"), *(() if situation == "old" else reasons),
+        )),
+        PartTrace("prefill-1/0", (
+            mark(2.6, "taken", "prefill"), mark(3.1, "began", "prefill", "512 tokens cached"),
+            mark(48, "held", "prefill"), mark(55, "ended", "prefill", "KV cache fetched"),
+        ), 300, 400),
+        PartTrace("decode-0/0", (
+            mark(2.7, "taken", "decode"), mark(4, "attached", "decode"), mark(48.4, "handed", "decode"),
+            mark(48.6, "began", "decode"), mark(52, "first_token", "decode"), mark(54, "fetched", "decode"),
+            mark(1309, "ended", "decode", "length, 100 tokens"),
+        ), -200, 900),
+    )  # fmt: skip
 
 
 def filled(situation: str, ranks: int, before_s: int = BEFORE_S) -> tuple[ScriptedSource, Frames]:

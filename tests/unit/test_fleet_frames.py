@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from fleet_world import HOSTILE, SITUATIONS, ScriptedSource, filled
+from msgspec.structs import replace
 from status_world import rank, sample
 
-from bus.wire.messages import RankStatus, Status
+from bus.wire.messages import ListedRequest, RankStatus, RequestLists, Status
 from pdbus.fleet.figures import Sample
 from pdbus.fleet.frames import NAMES_OF, RATED, Frames, host_of
 from pdbus.fleet.history import History
@@ -104,6 +105,21 @@ def test_each_event_is_sent_once() -> None:
         page.apply(frames.add(source.at(float(second))))
     assert [news[3] for news in page.rest["news"]] == ["", "prefill-0/0", ""]
     assert "its lease of 4 s has ended" in page.rest["news"][1][1]
+
+
+def test_lists_of_requests_are_sent_where_they_changed_and_all_of_them_in_a_snapshot() -> None:
+    frames, lists = Frames(), RequestLists((ListedRequest("r", 5_500_000, 0.0, "m", 9, 1),))
+    for at, requests in enumerate((None, lists, lists, replace(lists, slowest=lists.running), RequestLists())):
+        its = sample(float(at), rank())
+        body = event_of(frames.add(Sample(its.at, its.wall, replace(its.status, requests=requests))))[1]
+        assert body["head"]["requests"] == (requests is not None)
+        row = ["r", 5.5, None, "m", 9, 1, [], False]
+        changed = {0: None, 1: {"running": [row], "waiting": [], "slowest": []}, 2: None, 3: {"slowest": [row]}}
+        assert body.get("requests") == changed.get(at, {"running": [], "slowest": []})
+        assert len(row) == len(NAMES_OF["request"])
+        if at == 3:
+            whole = event_of(frames.snapshot())[1]["requests"]
+            assert whole == {"running": [row], "waiting": [], "slowest": [row]}
 
 
 def test_names_are_in_it_as_they_are_and_a_host_is_that_of_tcp() -> None:
