@@ -93,17 +93,19 @@ class Balancer:
     def place(
         self, submit: Submit, now: float, model: str = "", avoid: tuple[RankLoad, ...] = (),
         barred: Container[RankLoad] = (), check: bool = True, in_turn: Callable[[str], bool] | None = None,
+        explain: bool = False,
     ) -> Placed:  # fmt: skip
         """Choose and charge the ranks of all legs of `submit`, or of none. `model` is that of its earlier attempts,
         which were checked, so `check` may be False. `avoid` names ranks to avoid while there are others; the policy
         does not get those that are `barred`. `in_turn` is called before ranks are chosen, with the model that the
-        request runs: False lets it wait. It sends nothing: the caller dispatches the legs."""
+        request runs: False lets it wait. With `explain` its decisions are explained if there is time for any. It sends
+        nothing: the caller dispatches the legs."""
         if not self.settled:
             return Placed(model)
         placement, roles, decode, decode_rank = self._placement, ROLES[submit.leg], None, None
         role, decisions, predicted, alone = roles[0], self.decisions, None, None
         views: dict[Role, View] | None = None
-        if now >= decisions.due and decisions.wanted(submit.rid):
+        if now >= decisions.due and (explain or decisions.wanted(submit.rid)):
             views = {}
         placement.considered = views
         try:

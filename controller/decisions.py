@@ -16,8 +16,9 @@ from controller.load.rank import RankLoad
 from controller.placement import target_of
 from controller.policies import Policy
 from controller.rank import Rank
-from controller.requests.request import LegState
+from controller.requests.request import LegState, Request
 
+KINDS = ("weighed", "acknowledged")  # of events
 SHOWN = 5  # candidates, the chosen one with them
 COST_S = 2e-6  # of a candidate in an explanation, about
 PART = 0.02  # of the controller's time
@@ -43,6 +44,11 @@ class Decisions:
     def wanted(self, rid: Rid) -> bool:
         """Return true if the decisions for this request are to be explained."""
         return self._one_in == 1 or not crc32(rid.encode()) % self._one_in
+
+    def forget(self, request: Request) -> None:
+        """Forget why the ranks of a request were chosen that has kept its SLO, unless its rid is among those chosen."""
+        if not (self._one_in and self.wanted(request.rid)):
+            request.past = tuple([event for event in request.past if event[1] not in KINDS])
 
     def why(
         self, submit: Submit, at: Iterable[tuple[Role, RankLoad]], views: Mapping[Role, View], now: float
@@ -81,7 +87,7 @@ def acknowledged(rank: Rank, ranks: Iterable[RankLoad], now: float) -> None:
     role, model = load.info.role, load.info.model
     best: RankLoad | None = None
     for request, leg in rank.explained:
-        if leg.state is not LegState.RUNNING:
+        if leg.state is not LegState.RUNNING or not any(event[1] == "weighed" for event in request.past):
             continue
         if leg.number > load.acked + load.undone:
             waiting.append((request, leg))

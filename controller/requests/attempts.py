@@ -81,8 +81,9 @@ class Attempts:
             in_turn = partial(self._in_turn, request, held, out)
         barred: Container[RankLoad] = self._with_one_apart() if request.apart else ()
         request.model, legs, refusal, predicted, reasons = self._balancer.place(
-            request.submit, now, request.model, request.avoid, barred, not request.tries, in_turn
-        )
+            request.submit, now, request.model, request.avoid, barred, not request.tries, in_turn,
+            request.first_due != inf,
+        )  # fmt: skip
         if refusal is not None:
             raise refusal
         if legs:

@@ -340,8 +340,11 @@ class RequestLifecycle:
                 if took_s > self.listed.least_s:
                     self.listed.slow(request, took_s, now)
         if request.first_due != inf:
-            self._counts["ttft_slo_kept" if now <= request.first_due else "ttft_slo_missed"] += 1
+            kept = now <= request.first_due
+            self._counts["ttft_slo_kept" if kept else "ttft_slo_missed"] += 1
             request.first_due = inf
+            if kept and request.past:
+                self._balancer.decisions.forget(request)
         if request.frames:
             self.table.release_payload(request)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from controller_world import World, hello, peer_of, submit
 
-from bus.wire.messages import HistoryQuery, HistoryReply, TraceEvent, TraceQuery, TraceReply
+from bus.wire.messages import Cancel, HistoryQuery, HistoryReply, TraceEvent, TraceQuery, TraceReply
 from controller.events import FromClient, FromNode
 
 LARGE: dict[str, Any] = {"max_running": 1000, "kv_capacity": 100_000}
@@ -90,6 +90,51 @@ def test_one_request_in_so_many_is_explained_by_its_rid(one_in: int, explained: 
         run(world, f"r{number}")
         found += bool(reasons(world, f"r{number}"))
     assert found in explained
+
+
+def slo_world(**settings: Any) -> World:
+    return cluster(explain=10**9, queue_order="slo", ttft_slo_s=1.0, late_tokens=10_000, **settings)
+
+
+def first_token(world: World, rid: str, after_s: float, *, acked: bool = False) -> None:
+    """A request whose first token comes so much later, and its end."""
+    world.submit(submit(rid, "pair"))
+    at = {node: leg for node in (*P, *D) for leg in world.dispatches(node) if leg.rid == rid}
+    world.now += after_s
+    for role in ("decode", "prefill"):
+        (node,) = [node for node in at if node.role == role]
+        world.progress(node, started=[at[node]])
+        if acked:
+            mine = world.dispatches(node)
+            world.report(node, acks=[(world.core.epoch, len(mine), sum(leg.charge for leg in mine))])
+    for node, leg in at.items():
+        world.progress(node, ended=[leg])
+
+
+def test_of_requests_with_an_slo_those_that_missed_it_keep_their_reasons() -> None:
+    """Whatever their rids, and though nobody knew it when they were placed."""
+    world = slo_world()
+    first_token(world, "kept", 0.9, acked=True)
+    first_token(world, "missed", 1.1, acked=True)
+    assert not reasons(world, "kept")
+    assert [(what, leg) for what, leg, _ in reasons(world, "missed")] == [
+        ("weighed", "prefill"), ("weighed", "decode"), ("acknowledged", "decode"), ("acknowledged", "prefill"),
+    ]  # fmt: skip
+    world.now += 10.0
+    world.submit(submit("fails", "pair"))
+    world.now += 2.0
+    world.feed(FromClient("client", Cancel("fails")))
+    assert [what for what, *_ in reasons(world, "fails")] == ["weighed", "weighed"]
+
+
+def test_one_that_kept_its_slo_keeps_its_reasons_where_each_does_and_none_has_any_where_none_shall() -> None:
+    world = slo_world()
+    world.core.reconfigure(replace(world.core.config, explain=1))
+    first_token(world, "kept", 0.5)
+    assert [what for what, *_ in reasons(world, "kept")] == ["weighed", "weighed"]
+    world.core.reconfigure(replace(world.core.config, explain=0))
+    first_token(world, "missed", 1.5)
+    assert not reasons(world, "missed")
 
 
 def test_what_explanations_may_take_is_bounded_and_each_is_each() -> None:
