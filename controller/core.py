@@ -73,7 +73,7 @@ from controller.late import LateBinding
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
-from controller.observe import Regret, Scrapes, acknowledged, collect, rank_status
+from controller.observe import Regret, Scrapes, collect, end_probe, rank_status
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from controller.policies.registry import guarded
@@ -465,7 +465,7 @@ class ControllerCore:
                 self.members.filled(rank, now, out)
             if rank.newly_acked:
                 member = self.members.ranks[rank]
-                acknowledged(member, now)
+                end_probe(member, now)
                 if member.explained:
                     decisions.acknowledged(member, self.table.ranks.values(), now)
                 if now >= self.regret.due:

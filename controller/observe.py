@@ -69,13 +69,13 @@ def rank_status(known: Rank, pulse: Liveness, now: float) -> RankStatus:
 
 def probe(ranks: Iterable[Rank], now: float) -> None:
     """Begin to measure, at each rank that has not acknowledged everything, the time until it acknowledges what was sent
-    by now. `acknowledged` ends it."""
+    by now. `end_probe` ends it."""
     for rank in ranks:
         if rank.probe is None and rank.load.in_flight:
             rank.probe = rank.load.sent, now
 
 
-def acknowledged(rank: Rank, now: float) -> None:
+def end_probe(rank: Rank, now: float) -> None:
     """End the measurement at a rank that has acknowledged what was sent when it began; call it after each report."""
     if rank.probe is not None and rank.load.acked >= rank.probe[0]:
         rank.latencies.acked.observe(now - rank.probe[1])
