@@ -27,7 +27,18 @@ from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Role, TraceEvent, Welcome
+from bus.wire.messages import (
+    CancelLeg,
+    Dispatch,
+    Ended,
+    Hello,
+    Load,
+    RecordQuery,
+    RecordReply,
+    Role,
+    TraceEvent,
+    Welcome,
+)
 from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
 from nodes.link.rank import hello_of
@@ -259,6 +270,10 @@ class Rank:
     def recall(self, rid: str) -> tuple[TraceEvent, ...]:
         """Return the recorded events of a request: none."""
         return ()
+
+    def recorded(self, query: RecordQuery) -> RecordReply:
+        """Return what the rank has recorded: it does not record."""
+        return RecordReply(query.id, records=False)
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
         """Note a controller's welcome."""

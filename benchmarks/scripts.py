@@ -32,6 +32,7 @@ from bus.wire.messages import (
     MoreTokens,
     Params,
     Progress,
+    RecordQuery,
     Submit,
     Tokens,
 )
@@ -210,15 +211,18 @@ class _NoEngine:
         self.plan, self.done = plan, done
 
 
-def decode_step() -> Script:
+def decode_step(*, recorded: bool = False) -> Script:
     """A rank's decode step of `ROWS` rows without its engine: from the engine's answer over scheduler, runner and core
-    to the messages for their readers, the load, and the next plan. `TIMES` steps."""
+    to the messages for their readers, the load, and the next plan. `TIMES` steps. `recorded`: while a
+    recording runs."""
     engine = _NoEngine()
     streams = Streams()
     scheduler = Scheduler(BlockPool(engine.spec.blocks, BLOCK_TOKENS), max_running=ROWS, chunk_tokens=1 << 14)
     runner = OwnRunner(cast(Engine, engine), scheduler)
     core = RankCore("unified", 0, runner.facts, streams, runner.load)
     driver = RankDriver(core, runner, lambda action: None, lambda: NOW)
+    if recorded:
+        runner.recorded(RecordQuery(1, "unified-0", 0, 60.0), NOW, 0.0)
     for number in range(1, ROWS + 1):
         streams.attach(b"client", Attach(f"r{number}", 1), NOW)
         dispatch = Dispatch(f"r{number}", 1, "unified", 0, 1, number, 32, 32, 1000)

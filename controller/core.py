@@ -35,6 +35,8 @@ from bus.wire.messages import (
     Message,
     Pong,
     Progress,
+    RecordQuery,
+    RecordReply,
     Refused,
     Role,
     Rooms,
@@ -78,6 +80,7 @@ from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from controller.policies.registry import guarded
 from controller.rank import Rank
+from controller.recordings import Recordings
 from controller.requests.life import RequestLifecycle
 from controller.statuses import StatusAnswers
 
@@ -129,6 +132,7 @@ class ControllerCore:
         self._beacon: Beacon | None = None
         self._beacon_at: float | None = now  # None: no broker is heard any more
         self.inquiries = Inquiries(config.name, self.members, self.life.table, wall_s)
+        self.recordings = Recordings(self.members, wall_s)
         self._dropped = dropped
         self._started_at = now
         self._ping_at = now
@@ -143,6 +147,7 @@ class ControllerCore:
             DrainRank: self._on_drain_rank,
             DrainRole: self._on_drain_role,
             TraceQuery: self.inquiries.asked,
+            RecordQuery: self.recordings.asked,
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -411,6 +416,8 @@ class ControllerCore:
             self._lose(self.members.pong(rank, message, now, out), now, out)
         elif isinstance(message, HistoryReply):
             self.inquiries.recalled(rank, message, now, out)
+        elif isinstance(message, RecordReply):
+            self.recordings.answered(rank, message, now, out)
         elif isinstance(message, Bye):
             self._lose(self.members.bye(rank, message, now, out), now, out)
         if not rank.load.ready:
@@ -505,6 +512,7 @@ class ControllerCore:
         self.balancer.tick(now)
         self.life.expire(now, out)
         self.inquiries.tick(now, out)
+        self.recordings.tick(now, out)
         self.life.losses.remind(out)
         if self.config.shed == "hopeless" and self.life.queue.requests:
             self.life.shed(now, out)

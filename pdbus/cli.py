@@ -17,6 +17,7 @@ COMMANDS = {
     "status": ("pdbus.commands.status", "status", "Show every rank: state, load, work in flight."),
     "top": ("pdbus.commands.top", "top", "Watch a cluster live."),
     "trace": ("pdbus.commands.trace", "trace", "Show the life of one request, hop by hop."),
+    "record": ("pdbus.commands.record", "record", "Record what each rank does, to open in Perfetto."),
     "targets": ("pdbus.commands.targets", "targets", "List the metrics addresses of all parts for Prometheus."),
     "drain": ("pdbus.commands.drain", "drain", "Let a rank finish its requests and leave."),
     "demo": ("pdbus.commands.demo", "demo", "Run real prompts through two prefill and two decode ranks."),

@@ -148,13 +148,13 @@ def setting(config: object, flag: str, **settings: Any) -> Callable[[Any], Any]:
 
 
 class Seconds(click.FloatRange):
-    """A click option type: a duration of at least `min` seconds, as a float; NaN, infinity and more than 1e9 are
-    refused."""
+    """A click option type: a duration of at least `min` and at most `max` seconds, as a float; NaN, infinity and more
+    than 1e9 are refused."""
 
     name = "seconds"
 
-    def __init__(self, min: float = 0.0) -> None:
-        super().__init__(min)
+    def __init__(self, min: float = 0.0, max: float | None = None) -> None:
+        super().__init__(min, max)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         seconds = super().convert(value, param, ctx)

@@ -35,6 +35,7 @@ SECTIONS = {  # every table that a file may have, and whose it is
     "status": "`pdbus status`",
     "top": "`pdbus top`",
     "trace": "`pdbus trace`",
+    "record": "`pdbus record`",
     "targets": "`pdbus targets`",
     "drain": "`pdbus drain`",
 }

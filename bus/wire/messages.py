@@ -34,6 +34,8 @@ MAX_EVENTS = 1000
 MAX_QUEUED_KINDS = 32
 MAX_LISTED = 20
 MAX_WANTED = 256
+MAX_STEPS_PER_MESSAGE = 1024
+MAX_WORK_PER_MESSAGE = 512
 OVER_THE_BUS = "blocks"  # how KV caches travel that a node sends block by block
 
 Role: TypeAlias = Literal["prefill", "decode", "unified"]
@@ -438,6 +440,7 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     clients: Annotated[tuple[tuple[KeyName, Count], ...], Meta(max_length=256)] = ()
     prefills: bool = False  # decode: it takes unified legs too, whose prompts it computes itself
     reads_back: bool = False  # prefill: it can read what decode ranks cache of a prompt; decode: it lends that
+    records: bool = False  # it answers `record`
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):
@@ -588,6 +591,70 @@ class HistoryReply(Message, frozen=True, tag="recalled"):
     events: Annotated[
         tuple[TraceEvent, ...], Meta(max_length=MAX_TRACE_EVENTS)
     ] = ()  # none: it knows nothing of the request
+
+
+# --- recordings: client <-> controller, controller <-> node --------------------------------------------------
+
+
+class RecordQuery(_Named, frozen=True, tag="record"):
+    """A viewer's question for what a rank does, which its controller passes on: record for `lease_s` from now on, and
+    say what is recorded from these numbers on. RecordReply answers it."""
+
+    id: Count
+    instance: Name
+    dp_rank: DpRank
+    lease_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
+    steps_from: Count = 0  # the number of a step
+    work_from: Count = 0  # the number of a piece of work; ranks count them from 0
+
+
+class RankStep(Message, frozen=True):
+    """A forward step of a rank: the rows that decode in it, the prompt tokens that it computes, and the KV tokens of
+    live requests while it runs. Times are microseconds, since 1970 by the rank's clock."""
+
+    number: Count  # 1, 2, 3 ... in each epoch
+    began_us: Count
+    duration_us: Count
+    decode_rows: Count
+    prompt_tokens: Count
+    kv_tokens: Count
+
+
+class RankWork(Message, frozen=True):
+    """A rank's work on one request: a `chunk` of its prompt that a step computes; a `fetch` of its KV cache from a
+    prefill rank; a `read` of a part of it from a decode rank; or that it begins to `lend` or send its KV cache, which
+    takes no time here.
+
+    `tokens` of the prompt are concerned; of a chunk, `before` are computed before it and the prompt has
+    `prompt_tokens`. The rank at the other end of a fetch or read is `instance/dp_rank`.
+    """
+
+    what: Word  # words may be added
+    rid: Rid
+    attempt: Attempt
+    began_us: Count
+    duration_us: Count
+    tokens: Count
+    before: Count = 0
+    prompt_tokens: Count = 0
+    instance: InstanceOrEmpty = ""
+    dp_rank: DpRank = 0
+
+
+class RecordReply(Message, frozen=True, tag="recorded"):
+    """The answer to a RecordQuery: what the rank has recorded, in order. The controller adds what only it knows."""
+
+    id: Count
+    steps: Annotated[tuple[RankStep, ...], Meta(max_length=MAX_STEPS_PER_MESSAGE)] = ()
+    work: Annotated[tuple[RankWork, ...], Meta(max_length=MAX_WORK_PER_MESSAGE)] = ()
+    work_first: Count = 0  # the number of the first of `work`, or of the next one
+    more: bool = False  # there was no space for all
+    # from the controller on
+    records: bool = True  # false: this rank's engine does not say what it does
+    silent: bool = False  # the rank did not answer in time
+    at_us: Count = 0  # when this was sent, microseconds since 1970 by the controller's clock
+    offset_us: int = 0  # how far the rank's clock is ahead of the controller's,
+    rtt_us: int = 0  # known to within half of this; -1: not known
 
 
 # --- client <-> controller (DEALER -> ROUTER) ----------------------------------------------------------------
@@ -1068,10 +1135,10 @@ def _table(*kinds: type[Message]) -> Table:
 PUBLICATIONS = _table(LoadReport, Rooms, Member, Sent, Beacon, Resync, Conflict)
 TO_BROKER = _table(Query, Unwatch, TopologyQuery, BrokerStatusQuery)
 FROM_BROKER = _table(Answer, Topology, BrokerStatus, Refused)
-NODE_TO_CONTROLLER = _table(Hello, Pong, Progress, Bye, HistoryReply)
-CONTROLLER_TO_NODE = _table(Welcome, Who, Ping, Dispatch, CancelLeg, Drain, HistoryQuery, Refused)
-CLIENT_TO_CONTROLLER = _table(Submit, Cancel, StatusQuery, DrainRank, TraceQuery, DrainRole)
-CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, TraceReply, Refused)
+NODE_TO_CONTROLLER = _table(Hello, Pong, Progress, Bye, HistoryReply, RecordReply)
+CONTROLLER_TO_NODE = _table(Welcome, Who, Ping, Dispatch, CancelLeg, Drain, HistoryQuery, RecordQuery, Refused)
+CLIENT_TO_CONTROLLER = _table(Submit, Cancel, StatusQuery, DrainRank, TraceQuery, DrainRole, RecordQuery)
+CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, TraceReply, RecordReply, Refused)
 TO_NODE_DATA = _table(Attach, Detach, KvPull, KvDone)
 FROM_NODE_DATA = _table(Tokens, KvMeta, KvBlock, KvFail, Refused)
 PARAMS = _table(Params)

@@ -33,6 +33,8 @@ from bus.wire.messages import (
     Ping,
     Pong,
     Progress,
+    RecordQuery,
+    RecordReply,
     Refused,
     TraceEvent,
     Welcome,
@@ -51,8 +53,8 @@ log = get_logger("node")
 class RankEndpoint(Protocol):
     """The interface of a rank that its connection calls, on the loop's thread. `hello` makes the introduction.
     `welcomed` (`again`: not for the first time), `dispatched`, `cancelled` and `drain` take in the controller's
-    messages; `restate_cache` publishes the whole cache again. `recall` returns a request's events. `superseded`: the
-    controller refuses this start of the rank because of a later one."""
+    messages; `restate_cache` publishes the whole cache again. `recall` returns a request's events, `recorded` what the
+    rank does. `superseded`: the controller refuses this start of the rank because of a later one."""
 
     instance: str
     dp_rank: int
@@ -70,6 +72,7 @@ class RankEndpoint(Protocol):
 
     def restate_cache(self) -> None: ...
     def recall(self, rid: str) -> tuple[TraceEvent, ...]: ...
+    def recorded(self, query: RecordQuery) -> RecordReply: ...
     def superseded(self, why: str) -> None: ...
 
 
@@ -198,6 +201,8 @@ class Connection:
                 self.send_hello()
         elif isinstance(message, HistoryQuery):
             self.send(HistoryReply(message.id, rank.recall(message.rid)))
+        elif isinstance(message, RecordQuery):
+            self.send(rank.recorded(message))
         elif isinstance(message, Drain):
             rank.drain("drain")
         elif isinstance(message, Refused):

@@ -36,6 +36,8 @@ from bus.wire.messages import (
     Member,
     Message,
     NodeState,
+    RecordQuery,
+    RecordReply,
     TraceEvent,
     Welcome,
 )
@@ -64,9 +66,10 @@ from nodes.link.streams import Streams
 def hello_of(
     config: LinkConfig, facts: RankFacts, dp_rank: int, epoch: int, state: NodeState, endpoint: str, *,
     running: tuple[tuple[str, int], ...] = (), started_us: int = 0, clients: tuple[tuple[str, int], ...] = (),
+    records: bool = False,
 ) -> Hello:  # fmt: skip
     """Return the hello of one start of a rank. `running`: `(rid, attempt)` of its legs; `clients`: how many of them
-    each key owns."""
+    each key owns; `records`: it can say what it does."""
     return Hello(
         instance=config.instance, dp_rank=dp_rank, epoch=epoch, role=config.role, model=facts.model,
         dp_size=config.dp_size, state=state, endpoint=endpoint, max_context=facts.max_context,
@@ -74,6 +77,7 @@ def hello_of(
         running=running, started_us=started_us, wants_prompt=facts.wants_prompt,
         kv_transfer=facts.kv_transfer, kv_layout=facts.kv_layout, params=facts.params,
         metrics=config.metrics, clients=clients, prefills=facts.prefills, reads_back=facts.reads_back,
+        records=records,
     )  # fmt: skip
 
 
@@ -161,7 +165,7 @@ class LinkedRank:
         running, clients = self.core.running()
         return hello_of(
             host.config, self.runner.facts, self.dp_rank, self.epoch, self.state, host.endpoint,
-            running=running, started_us=self.started_us, clients=clients,
+            running=running, started_us=self.started_us, clients=clients, records=hasattr(self.runner, "recorded"),
         )  # fmt: skip
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
@@ -206,6 +210,15 @@ class LinkedRank:
     def recall(self, rid: str) -> tuple[TraceEvent, ...]:
         """Return the events of a request's legs here, for `pdbus trace`; empty: none is known."""
         return self.core.recall(rid, self.wall_s)
+
+    def recorded(self, query: RecordQuery) -> RecordReply:
+        """Let the runner record what it does, and return what it has recorded. A runner that cannot returns nothing:
+        the rank's hello says so."""
+        recorded = getattr(self.runner, "recorded", None)
+        if recorded is None:
+            return RecordReply(query.id, records=False)
+        reply: RecordReply = recorded(query, self._host.now, self.wall_s)
+        return reply
 
     def superseded(self, why: str) -> None:
         """Leave with the whole process, because a controller says that a later start of this rank has taken its

@@ -103,6 +103,11 @@ class Scheduler:
         """True while a step is computed: between `plan` and `complete`."""
         return bool(self._in_step)
 
+    @property
+    def in_step(self) -> Seq[Sequence]:
+        """The sequences of the step under way: first those that decode, then those whose prompts are computed."""
+        return self._in_step
+
     def __len__(self) -> int:
         return len(self._sequences)
 

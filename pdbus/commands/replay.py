@@ -147,7 +147,7 @@ class _Command(click.Command):
          help="Write the plots (of throughput too for several --concurrency) and replay.json there.")  # fmt: skip
 @option("--timeline", type=click.Path(path_type=Path), default=None, show_default=False, metavar="FILE",
          help="Write what each rank did, of one method and seed, to open in Perfetto (.json or .json.gz).")  # fmt: skip
-@option("--timeline-s", type=click.FloatRange(0.001, 600), default=10.0, help="How long a part of the run it shows ...")
+@option("--timeline-s", type=cli.Seconds(0.001, 600), default=10.0, help="How long a part of the run it shows ...")
 @option("--timeline-from-s", type=cli.Seconds(0), default=None, show_default="the warm-up's end",
          help="... and from when on.")  # fmt: skip
 @option("--markdown", is_flag=True, help="Print the table for a document.")

@@ -7,15 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
-from bus.wire.messages import MemberKey, Role
+from bus.wire.messages import MemberKey, RankStep, RankWork, Role
 from nodes.own.sequence import Sequence
 from pdbus.lab.scheduler import DecodeRun, LabScheduler, PromptRun
-from pdbus.timeline.facts import LoadSample, RankTrack, Step, Timeline, Work
+from pdbus.timeline.facts import MAX_FACTS, LoadSample, RankTrack, Timeline
 
 Transfer: TypeAlias = Literal["fetch", "read"]
 
 SAMPLE_S = 0.25  # between samples of the ranks' load
-MAX_FACTS = 2_000_000  # of all ranks: some hundred megabytes
 
 
 class Tape:
@@ -65,7 +64,7 @@ class Tape:
     def lends(self, number: int, source: MemberKey, at_s: float, tokens: int) -> None:
         """Record that `source` begins to send, or lend, the KV cache of a request."""
         if self.takes(at_s):
-            self._ranks[source].track.work.append(Work("lend", str(number), 1, _us(at_s), 0, tokens))
+            self._ranks[source].track.work.append(RankWork("lend", str(number), 1, _us(at_s), 0, tokens))
 
     def begins(self, number: int, what: Transfer, at_s: float) -> None:
         """Note that a transfer begins."""
@@ -76,7 +75,7 @@ class Tape:
         began_s = self._began.pop((number, what))
         if self.takes(began_s):
             began_us = _us(began_s)
-            work = Work(
+            work = RankWork(
                 what, str(number), 1, began_us, _us(at_s) - began_us, tokens, instance=source[0], dp_rank=source[1]
             )
             self._ranks[target].track.work.append(work)
@@ -131,9 +130,9 @@ class RankTape:
         for sequence, before, fed in chunks:
             prompt_tokens += fed
             self.track.work.append(
-                Work("chunk", str(sequence.id), 1, began_us, duration_us, fed, before, len(sequence.prompt))
+                RankWork("chunk", str(sequence.id), 1, began_us, duration_us, fed, before, len(sequence.prompt))
             )
-        self.track.steps.append(Step(number, began_us, duration_us, rows, prompt_tokens, kv_tokens))
+        self.track.steps.append(RankStep(number, began_us, duration_us, rows, prompt_tokens, kv_tokens))
 
 
 def _us(seconds: float) -> int:

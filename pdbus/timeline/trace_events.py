@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeAlias
 
-from pdbus.timeline.facts import LoadSample, RankTrack, Step, Timeline, Work
+from bus.wire.messages import RankStep, RankWork
+from pdbus.timeline.facts import LoadSample, RankTrack, Timeline
 
 TraceEvent: TypeAlias = dict[str, Any]
 
@@ -39,7 +40,7 @@ class Counts:
     worst_us: int = 0
 
     def __str__(self) -> str:
-        return f"{self.slices} slices, {self.counters} counter values, {self.flows} arrows"
+        return f"{self.slices:,} slices, {self.counters:,} counter values, {self.flows:,} arrows"
 
 
 @dataclass(slots=True)
@@ -211,7 +212,7 @@ class TraceEvents:
                 yield flow | {"ph": "f", "bp": "e", "pid": pid, "tid": tid, "ts": began_us - self.zero_us}
         yield from threads.named()
 
-    def _source(self, work: Work, end_us: int) -> _Source | None:
+    def _source(self, work: RankWork, end_us: int) -> _Source | None:
         """Return the last slice of the other rank that made the transfer possible: the latest that began before its
         end, or else the first. None: it was not recorded."""
         of = f"{work.instance}/{work.dp_rank}", work.rid, work.attempt
@@ -256,7 +257,7 @@ def _title(rank: RankTrack) -> str:
     return rank.name if rank.name.startswith(rank.role) else f"{rank.name} ({rank.role})"
 
 
-def _kind(step: Step) -> str:
+def _kind(step: RankStep) -> str:
     if not step.prompt_tokens:
         return "decode"
     return "prefill and decode" if step.decode_rows else "prefill"

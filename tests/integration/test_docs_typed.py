@@ -42,6 +42,7 @@ TYPED = {
     "pdbus up --model sim --decode-cache": HERE,
     "pdbus replay --sessions 200": "tests/integration/test_replay_command.py",
     "pdbus replay --unified-ranks 8": "tests/integration/test_replay_command.py",
+    "pdbus record 10s": "tests/integration/test_record_command.py",
     "pdbus replay --methods cache_aware --queue-order": "tests/integration/test_replay_command.py",
     "pdbus replay --keep 0.9": "tests/integration/test_replay_command.py",
     "pdbus replay --link-s-per-token": "tests/integration/test_replay_command.py",

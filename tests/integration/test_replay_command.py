@@ -285,7 +285,9 @@ def test_a_timeline_as_the_page_has_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(gzip.decompress(path.read_bytes()))
     about = found["otherData"]
-    written = f"wrote {path}: {about['slices']} slices, {about['counters']} counter values, {about['flows']} arrows"
+    written = (
+        f"wrote {path}: {about['slices']:,} slices, {about['counters']:,} counter values, {about['flows']:,} arrows"
+    )
     assert written in done.stderr
     steps = [each for each in found["traceEvents"] if each.get("cat") == "step"]
     assert len(steps) > 100

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,6 +34,7 @@ from bus.wire.messages import KvPull, Member, Pong, RankStatus, Registration, Ro
 from pdbus.client import Client
 from pdbus.fleet.source import BrokerStatusClient
 from pdbus.launcher import Cluster, ClusterSpec
+from pdbus.timeline.live import AskingClient
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 HEADER = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -114,8 +116,8 @@ class Scenario:
         again = [self.the_prompt_again] if self.cluster.spec.engine == "vllm" else []
         return [
             self.a_request, *again, self.two_legs, self.a_cancel, self.a_room_that_nobody_registers,
-            self.a_request_in_vain, self.a_trace, self.questions, self.strays, self.rooms_of_two, self.rest,
-            self.drains,
+            self.a_request_in_vain, self.a_trace, self.a_recording, self.questions, self.strays, self.rooms_of_two,
+            self.rest, self.drains,
         ]  # fmt: skip
 
     def until(self, true: Callable[[], Any], what: str) -> None:
@@ -202,6 +204,14 @@ class Scenario:
     def a_trace(self) -> None:
         with suppress(PeerLost):
             self.client.trace("first", timeout_s=self.wait_s)
+
+    def a_recording(self) -> None:
+        keys = [(rank.instance, rank.dp_rank) for rank in self.ranks()]
+        with AskingClient(self.cluster.controller) as client:
+            assert isinstance(client, AskingClient)
+            wait([client.ask_record(key, 9.0, 0, 0) for key in keys])
+            self.result(self.client.generate_tokens(self.prompt[::-1], max_tokens=3, rid="recorded", leg="pair"))
+            wait([client.ask_record(key, 0.0, 0, 0) for key in keys])
 
     def questions(self) -> None:
         self.client.status(timeout_s=self.wait_s)

@@ -182,6 +182,19 @@ def test_recalled(record: Record) -> None:
     assert len(told) >= 2, "ranks said nothing of what they remember"
 
 
+def test_record(record: Record) -> None:
+    for part in RANKS:
+        assert record.of(messages.RecordQuery, part), f"{part} was not asked to record"
+
+
+def test_recorded(record: Record) -> None:
+    assert any(each.steps for each in record.of(messages.RecordReply, CONTROLLER)), "no rank said its steps"
+
+
+def test_recorded_to_a_client(record: Record) -> None:
+    assert any(each.steps for each in record.of(messages.RecordReply, CLIENT)), "the viewer did not get them"
+
+
 def test_refused_to_a_node(record: Record) -> None:
     assert _refused(record, b"refused to a node"), "what makes no sense was not refused"
 
@@ -349,6 +362,10 @@ def test_drain_role(record: Record) -> None:
 
 def test_trace(record: Record) -> None:
     assert "first" in {each.rid for each in record.of(messages.TraceQuery, CONTROLLER)}, "nobody asked for the trace"
+
+
+def test_record_of_a_client(record: Record) -> None:
+    assert record.of(messages.RecordQuery, CONTROLLER), "nobody asked for a recording"
 
 
 def test_trace_is(record: Record) -> None:

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from bus.errors import PeerLost, RemoteProtocolError, RequestFailed
-from bus.wire.messages import DrainRank, RankState, RankStatus, Refused, Status, StatusQuery, TraceQuery, TraceReply
+from bus.wire.messages import (
+    DrainRank,
+    RankState,
+    RankStatus,
+    RecordReply,
+    Refused,
+    Status,
+    StatusQuery,
+    TraceQuery,
+    TraceReply,
+)
 from pdbus.client.options import any_rank, block_tokens_for, leg_for
 from pdbus.client.questions import ANSWERS, LOOK_AGAIN_S, REPEAT_S, Questions
 
@@ -110,7 +120,7 @@ def test_an_older_part_does_not_know_the_question_and_says_so_without_its_number
 
 
 def test_whatever_answers_by_number_reaches_who_asked() -> None:
-    assert set(ANSWERS) == {Status, TraceReply, Refused}
+    assert set(ANSWERS) == {Status, TraceReply, RecordReply, Refused}
 
 
 def test_a_status_that_is_not_enough_is_asked_for_again_soon() -> None:

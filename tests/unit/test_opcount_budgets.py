@@ -108,6 +108,12 @@ def test_a_hello_costs_the_same_however_many_ranks_its_instance_has() -> None:
     assert many.c_calls <= 1.1 * few.c_calls
 
 
+def test_a_recording_costs_a_decode_step_at_most_a_hundredth() -> None:
+    without, recorded = count(scripts.decode_step()), count(scripts.decode_step(recorded=True))
+    assert without.instructions < recorded.instructions <= 1.01 * without.instructions
+    assert recorded.c_calls <= without.c_calls + 6 * scripts.TIMES
+
+
 def test_a_slower_path_shows() -> None:
     script = scripts.pick("total_tokens")
 

@@ -36,6 +36,8 @@ NUMBERS |= {
     "MAX_LISTED": str(messages.MAX_LISTED),
     "MAX_TRACE_EVENTS": str(messages.MAX_TRACE_EVENTS),
     "MAX_TRACE_PARTS": str(messages.MAX_TRACE_PARTS),
+    "MAX_STEPS_PER_MESSAGE": str(messages.MAX_STEPS_PER_MESSAGE),
+    "MAX_WORK_PER_MESSAGE": str(messages.MAX_WORK_PER_MESSAGE),
 }
 NUMBERS |= {"1 << 19": str(1 << 19), "2**31": str(2**31), "2**32": str(2**32)}
 BOUNDS = {"max_length": "at most", "min_length": "at least", "ge": "≥", "le": "≤", "gt": ">", "lt": "<"}

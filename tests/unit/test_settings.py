@@ -157,6 +157,7 @@ def test_print_config_is_a_file_with_the_same_settings_and_says_where_each_came_
 def test_every_command_prints_its_settings(title: str) -> None:
     command = settings_page.commands()[title]
     needed = {"pdbus generate": ["TEXT"], "pdbus drain": ["decode-0/1"], "pdbus trace": ["r"]}
+    needed["pdbus record"] = ["10s", "out.json"]
     result = CliRunner().invoke(command, ["--print-config", *needed.get(title, [])])
     assert result.exit_code == 0, (result.output, result.exception)
     (table,) = tomllib.loads(result.output).values()

@@ -8,21 +8,22 @@ import os
 import random
 import re
 from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from timelines import check_slices_and_arrows
 
 from bus.errors import ConfigError
-from bus.wire.messages import ControllerEvent
+from bus.wire.messages import ControllerEvent, RankStep, RankWork
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
 from pdbus.lab.outcome import Outcome
 from pdbus.lab.sessions import generate_sessions
 from pdbus.lab.simulate import simulate
 from pdbus.lab.tape import Tape
-from pdbus.timeline.facts import LoadSample, RankTrack, Step, Timeline, Work
+from pdbus.lab.traces import Trace, TraceRequest
+from pdbus.timeline.facts import LoadSample, RankTrack, Timeline
 from pdbus.timeline.output import TimelineFile
 from pdbus.timeline.trace_events import TraceEvents
 
@@ -36,12 +37,18 @@ def pair(offset_us: int = 0, rtt_us: int = 0, **fetch: Any) -> Timeline:
     """A request whose prompt takes two chunks at prefill-0/0, until 30 ms, and is fetched by decode-0/1 from 31 ms on,
     whose clock is ahead by `offset_us`."""
     prefill = RankTrack("prefill-0", 0, "prefill", 0, rtt_us)
-    prefill.steps = [Step(1, 10_000, 12_000, 0, 96, 0), Step(2, 22_000, 8_000, 0, 4, 96)]
-    prefill.work = [Work("chunk", "r", 1, 10_000, 12_000, 96, 0, 100), Work("chunk", "r", 1, 22_000, 8_000, 4, 96, 100)]
+    prefill.steps = [RankStep(1, 10_000, 12_000, 0, 96, 0), RankStep(2, 22_000, 8_000, 0, 4, 96)]
+    prefill.work = [
+        RankWork("chunk", "r", 1, 10_000, 12_000, 96, 0, 100),
+        RankWork("chunk", "r", 1, 22_000, 8_000, 4, 96, 100),
+    ]
     decode = RankTrack("decode-0", 1, "decode", offset_us, rtt_us)
-    decode.steps = [Step(7, 40_000 + offset_us, 10_000, 1, 0, 100), Step(8, 50_000 + offset_us, 10_000, 1, 0, 101)]
+    decode.steps = [
+        RankStep(7, 40_000 + offset_us, 10_000, 1, 0, 100),
+        RankStep(8, 50_000 + offset_us, 10_000, 1, 0, 101),
+    ]
     about = {"began_us": 31_000 + offset_us, "duration_us": 2_000} | fetch
-    decode.work = [Work("fetch", "r", 1, tokens=100, instance="prefill-0", dp_rank=0, **about)]
+    decode.work = [RankWork("fetch", "r", 1, tokens=100, instance="prefill-0", dp_rank=0, **about)]
     return Timeline("a pair", [decode, prefill], {"c": [(5_000, 1), (6_000, 1), (7_000, 0)]})
 
 
@@ -123,27 +130,6 @@ def test_events_of_the_controller_and_loads_of_a_rank_without_steps() -> None:
     assert "vllm/0 (unified)" in [each["args"]["name"] for each in events if each["ph"] == "M"]
 
 
-def check_slices_and_arrows(events: list[dict[str, Any]]) -> None:
-    """No two slices of a thread overlap, a thread is of one process, and no arrow goes backwards."""
-    threads, pids = defaultdict(list), defaultdict(set)
-    for each in events:
-        if each["ph"] == "X":
-            assert each["ts"] >= 0 < each["dur"]
-            threads[each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
-            pids[each["tid"]].add(each["pid"])
-    assert all(len(found) == 1 for found in pids.values())
-    for spans in threads.values():
-        assert all(before[1] <= after[0] for before, after in pairwise(sorted(spans)))
-    ends = {(each["tid"], each["ts"]): each["ts"] + each["dur"] for each in events if each["ph"] == "X"}
-    arrows = defaultdict(dict)
-    for each in events:
-        if each["ph"] in "sf":
-            arrows[each["id"]][each["ph"]] = each["tid"], each["ts"]
-    for arrow in arrows.values():
-        assert arrow["f"] in ends  # it ends at the beginning of a slice
-        assert ends[arrow["s"]] <= arrow["f"][1]
-
-
 def test_no_slice_overlaps_and_no_arrow_goes_backwards_whatever_the_clocks_say() -> None:
     rng = random.Random(5)
     for _ in range(50):
@@ -151,12 +137,12 @@ def test_no_slice_overlaps_and_no_arrow_goes_backwards_whatever_the_clocks_say()
         ranks += [RankTrack("d", n, "decode", rng.randrange(-900, 900), rng.randrange(-1, 50)) for n in range(3)]
         for number in range(60):
             source, target = rng.choice(ranks[:3]), rng.choice(ranks[3:])
-            at = rng.randrange(2_000)
+            at, late = rng.randrange(2_000), rng.randrange(-300, 600)
             what = rng.choice(["chunk", "lend"])
-            source.work.append(Work(what, str(number % 40), 1, at, rng.randrange(200), 9, rng.choice([0, 1]), 10))
-            target.work.append(Work("fetch", str(number % 40), 1, at + rng.randrange(-300, 600), rng.randrange(300), 9,
+            source.work.append(RankWork(what, str(number % 40), 1, at, rng.randrange(200), 9, rng.choice([0, 1]), 10))
+            target.work.append(RankWork("fetch", str(number % 40), 1, at + late, rng.randrange(300), 9,
                                     instance="p", dp_rank=source.dp_rank))  # fmt: skip
-            source.steps.append(Step(number, at, rng.randrange(200), 1, 1, 1))
+            source.steps.append(RankStep(number, at, rng.randrange(200), 1, 1, 1))
         events, made = events_of(Timeline("t", ranks))
         check_slices_and_arrows(events)
         assert made.counts.flows == sum(each["ph"] == "s" for each in events)
@@ -169,7 +155,7 @@ def test_no_slice_overlaps_and_no_arrow_goes_backwards_whatever_the_clocks_say()
 def test_the_file_is_json_and_compressed_by_its_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     timeline = pair()
-    timeline.ranks[1].work.append(Work("chunk", '</script>"\\\n\x00\u2028', 1, 1, 1, 1))
+    timeline.ranks[1].work.append(RankWork("chunk", '</script>"\\\n\x00\u2028', 1, 1, 1, 1))
     with TimelineFile(path) as file:
         counts = file.write(timeline)
     data = path.read_bytes()
@@ -285,3 +271,19 @@ def test_a_long_recording_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch)
     run("pairs", tape)
     assert tape.left_out > 100
     assert f"{tape.left_out} facts beyond the first 100 are left out" in tape.done().notes
+
+
+@pytest.mark.parametrize(("rate", "prompt", "output", "most_mb"), [(100, 600, 200, 3), (1_600, 40, 30, 12)])
+def test_ten_seconds_of_sixteen_ranks_are_a_small_file(
+    tmp_path: Path, rate: int, prompt: int, output: int, most_mb: int
+) -> None:
+    requests = [
+        TraceRequest(number / rate, prompt // 2 + number * 37 % prompt, output // 2 + number * 11 % output)
+        for number in range(12 * rate)
+    ]
+    tape = Tape(2.0, 10.0)
+    simulate(Trace("t", tuple(requests), 16), "cache_aware", LabConfig(load=0.0), tape=tape)
+    with TimelineFile(tmp_path / "out.json.gz") as file:
+        counts = file.write(tape.done())
+    assert counts.flows > 9 * rate, "it has all requests of ten seconds"
+    assert (tmp_path / "out.json.gz").stat().st_size < most_mb * 1e6

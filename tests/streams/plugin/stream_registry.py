@@ -55,7 +55,8 @@ _ALL = [
     ),
     Stream("spans", "rank", ("bus.runtime.spans:Spans.add",), "test_spans", "call"),
     *_named(
-        "node_to_controller", "rank", CONNECTION, "hello pong progress bye recalled", "hello pong progress",
+        "node_to_controller", "rank", CONNECTION, "hello pong progress bye recalled recorded",
+        "hello pong progress recorded",
         returns=True,
     ),
     *_named("to_node_data", "rank", ("nodes.link.data:KvPeers.request",), "kv_pull kv_done", "kv_pull kv_done"),
@@ -70,8 +71,8 @@ _ALL = [
     Stream("from_broker/refused", "broker", BROKER, "test_refused_by_a_broker"),
     Stream("publications/sent", "controller", ("controller.traffic:Traffic._publish",), "test_sent"),
     *_named(
-        "controller_to_node", "controller", CONTROLLER, "welcome who ping dispatch cancel_leg drain recall",
-        "welcome ping dispatch drain recall cancel_leg", returns=0,
+        "controller_to_node", "controller", CONTROLLER, "welcome who ping dispatch cancel_leg drain recall record",
+        "welcome ping dispatch drain recall cancel_leg record", returns=0,
     ),
     Stream(
         "controller_to_node/refused", "controller", CONTROLLER, "test_refused_to_a_node", returns=0, socket="_nodes"
@@ -80,6 +81,8 @@ _ALL = [
         "controller_to_client", "controller", CONTROLLER, "accepted failed done status_is trace_is",
         "accepted failed done status_is", returns=0,
     ),
+    Stream("controller_to_client/recorded", "controller", CONTROLLER, "test_recorded_to_a_client", returns=0,
+           socket="_clients"),
     Stream(
         "controller_to_client/refused", "controller", CONTROLLER, "test_refused_to_a_client", returns=0,
         socket="_clients",
@@ -88,6 +91,7 @@ _ALL = [
         "client_to_controller", "client", CLIENT, "submit cancel status trace drain_rank drain_role",
         "submit cancel status trace drain_rank drain_role",
     ),
+    Stream("client_to_controller/record", "client", CLIENT, "test_record_of_a_client", alone=False),
     *_named("to_node_data", "client", CLIENT, "attach detach", "attach"),
     Stream(
         "to_broker/broker_status", "client", ("pdbus.fleet.source:BrokerStatusClient.ask",), "test_broker_status",
@@ -119,15 +123,16 @@ TOGETHER = (
      "acknowledgements", "from_node_data/kv_fail"),
     ("publications/resync", "publications/conflict", "publications/sent", "controller_to_client/trace_is",
      "from_broker/broker_counts", "from_broker/refused", "controller_to_node/who", "controller_to_node/refused",
-     "controller_to_client/refused", "to_node_data/detach"),
+     "controller_to_client/refused", "controller_to_client/recorded", "to_node_data/detach"),
     ("from_node_data/tokens", "to_node_data/kv_done", "publications/load", "publications/rooms",
      "to_broker/query", "to_broker/topology", "node_to_controller/progress"),
     ("node_to_controller/hello", "publications/member"),
-    ("client_to_controller/drain_rank", "client_to_controller/trace", "to_broker/broker_status"),
+    ("client_to_controller/drain_rank", "client_to_controller/trace", "client_to_controller/record",
+     "to_broker/broker_status"),
     ("to_node_data/attach", "client_to_controller/drain_role"),
-    ("controller_to_node/drain", "controller_to_node/recall", "controller_to_node/ping",
+    ("controller_to_node/drain", "controller_to_node/recall", "controller_to_node/record", "controller_to_node/ping",
      "controller_to_node/cancel_leg"),
-    ("controller_to_client/failed", "controller_to_client/done"),
+    ("controller_to_client/failed", "controller_to_client/done", "node_to_controller/recorded"),
 )  # fmt: skip
 
 # What ranks of each engine send. Broker, controller and client know no engine: their streams are looked at beside sim.
@@ -139,5 +144,5 @@ ENGINES = {
     "smollm2": RANK,
     "sglang": frozenset(f"publications/{tag}" for tag in ("load", "rooms", "member"))
     | {"acknowledgements", "to_broker/query", "to_broker/topology"},  # all that the plugin sends
-    "vllm": RANK - {"from_node_data/kv_block"},  # its KV caches travel by NIXL
+    "vllm": RANK - {"from_node_data/kv_block", "node_to_controller/recorded"},  # NIXL; it says no steps
 }
