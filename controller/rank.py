@@ -80,6 +80,7 @@ class Rank:
         "epoch",
         "explained",
         "follower",
+        "given_up",
         "inherited",
         "key",
         "latencies",
@@ -96,6 +97,7 @@ class Rank:
         self.peer = peer
         self.asked: Asked | None = None  # the last ping, until it is answered
         self.cancelled: OrderedDict[tuple[Rid, Attempt], CancelLeg] = OrderedDict()  # the oldest first
+        self.given_up: OrderedDict[tuple[Rid, Attempt], int] = OrderedDict()  # until it says their ends; with offsets
         self.clock = Clock()
         self.work: Work = {}  # the legs that run there for this controller
         self.explained: list[tuple[Request, LegRun]] = []  # of these: explained, and not acknowledged yet
@@ -121,6 +123,13 @@ class Rank:
         """Note that the decision for this leg is to be explained further by the report that acknowledges it."""
         if len(self.explained) < MAX_EXPLAINED:
             self.explained.append((request, leg))
+
+    def gives_up(self, request: Request) -> None:
+        """Note that the rank has a leg of `request` that ends here at once: until it says that end, it may die of
+        it."""
+        self.given_up[request.rid, request.attempt] = request.submit.offset
+        if len(self.given_up) > MAX_CANCELLED:
+            self.given_up.popitem(last=False)
 
     def cancels(self, cancel: CancelLeg) -> ToNode:
         """Return the action that sends `cancel` to the rank, and remember it: it may be lost with the connection."""

@@ -280,7 +280,14 @@ class Attempts:
         self.cancel(request, code, out)
         for leg in request.legs:
             if leg.state is LegState.RUNNING:
+                self._ranks[leg.rank].gives_up(request)
                 self.ended(leg, request)
+
+    def counts_once(self, rid: Rid, attempt: Attempt, legs: Iterable[LegRun]) -> None:
+        """Note that this attempt of `rid`, which has lost a rank with one of its `legs`, kills none with another."""
+        for leg in legs:
+            if leg.rank in self._ranks:
+                self._ranks[leg.rank].given_up.pop((rid, attempt), None)
 
     def validate(self, live: Iterable[Request]) -> None:
         """Check that ranks and requests agree on what runs (tests call this after each event)."""

@@ -216,6 +216,8 @@ class RequestLifecycle:
                 mine = ended.room == room or None in (ended.room, room)
                 if mine and request.attempt == ended.attempt:  # a rank has one leg of an attempt, whatever it calls it
                     self._ended(request, leg, rank, ended, now, out)
+                    continue
+            rank.given_up.pop((ended.rid, ended.attempt), None)
 
     # --- time and credit --------------------------------------------------------------------------------------
 

@@ -53,6 +53,8 @@ class Losses:
         if loss.died:
             for rid, (offset, attempt) in self.unclear.settle(rank).items():
                 self._table.blame(rid, offset, attempt, rank.process)
+        if loss.work is None:
+            self._may_have_died(loss)
         lost = rank.work if loss.work is None else loss.work
         for rid, (request, leg) in list(lost.items()):
             if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
@@ -71,7 +73,19 @@ class Losses:
             elif loss.died is None:
                 request.lost_at = 0
                 self.unclear.lost(rank, rid, request.submit.offset, request.attempt)
+            legs, attempt = request.legs, request.attempt
             self._failed(request, leg, "peer_lost", loss.why, now, out)
+            if loss.died is not False:
+                self._attempts.counts_once(rid, attempt, legs)
+
+    def _may_have_died(self, loss: Loss) -> None:
+        """Blame the rank's death also on requests that were given up there, where it has not said so."""
+        for (rid, attempt), offset in loss.rank.given_up.items():
+            if loss.died:
+                self._table.blame(rid, offset, attempt, loss.rank if loss.hung else loss.rank.process)
+            elif loss.died is None:
+                self.unclear.lost(loss.rank, rid, offset, attempt)
+        loss.rank.given_up.clear()
 
     def unsent(self, rank: Rank, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """Take back a dispatch whose connection was gone: it never happened, counts as no try, and the request is

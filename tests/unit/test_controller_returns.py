@@ -245,6 +245,23 @@ class TestDeaths:
         world.pass_time(4.0, alive=nodes[:1])
         assert [world.rank(node).ready for node in nodes] == [True, False]
 
+    @pytest.mark.parametrize(("said", "losses"), [(False, 1), (True, 0)])
+    def test_a_rank_may_have_died_of_a_leg_that_was_given_up_until_it_says_its_end(
+        self, said: bool, losses: int
+    ) -> None:
+        """The decode leg's dispatch was not sent, so the prefill leg was cancelled: too late."""
+        world = pd()
+        world.gone = {peer_of(node) for node in D}
+        world.submit(submit("r", "pair"))
+        had = [node for node in P if world.dispatches(node)]
+        assert had
+        for node in had:
+            world.progress(node, ended=world.dispatches(node) if said else (), code="fenced")
+            world.join(replace(node, epoch=node.epoch + 1), peer=f"again {node.dp_rank}")
+        kept = world.core.life.table._losses.get("r", (0, 0, False))
+        live = world.core.life.requests.get("r")
+        assert max(kept[1], live.losses if live else 0) == losses * len(had)
+
     def test_a_pair_that_loses_both_legs_has_lost_once(self) -> None:
         world = pd()
         world.submit(submit("r", "pair"))
