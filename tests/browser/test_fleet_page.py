@@ -180,6 +180,21 @@ def test_two_pages_of_a_browser_share_a_stream_and_one_that_goes_leaves_it(start
     seen.page.goto(server.url)
 
 
+def test_a_hidden_page_lets_go_of_its_stream_and_reads_again_when_it_is_seen(start: Start, visit: Go) -> None:
+    page = (seen := visit(start("well", 2).url)).page
+    expect(headline(page)).to_have_text("✓ All is well")
+    turn = """(hidden) => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with seen.page.context.expect_event("requestfailed", lambda request: "/fleet/stream" in request.url):
+        page.evaluate(turn, True)
+    clock = page.locator("#clock").text_content() or ""
+    with page.expect_request(re.compile("/fleet/stream")):
+        page.evaluate(turn, False)
+    expect(page.locator("#clock")).not_to_have_text(clock)
+
+
 def test_a_wrong_token_and_a_server_that_has_gone_are_said(start: Start, visit: Go) -> None:
     server = start("well", 2)
     wrong = visit(server.url.replace("#token=", "#token=x"))
