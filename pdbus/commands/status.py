@@ -107,7 +107,7 @@ def status(
 
 def as_dict(sample: Sample, history: History) -> dict[str, Any]:
     """Return a sample, the last one of `history`, for JSON output: fields by name, as in docs/protocol.md; `trouble`
-    has a sentence for each fault, `conditions` one for each rank that is slow or full, and `broker` the broker's counts
+    has a sentence for each fault, `conditions` one for each rank that serves badly, and `broker` the broker's counts
     (None if it did not answer)."""
     broker = _named(sample.broker) if sample.broker is not None else None
     trouble, conditions = trouble_of(sample.status), history.sentences()

@@ -1,11 +1,17 @@
-"""The conditions of ranks that serve and yet do badly: *slow* and *full*. `pdbus status`, `pdbus top` and pages say the
-same, by `Watch.conditions`. Pure.
+"""The conditions of ranks that serve and yet do badly: *slow*, *full*, *link* (slow) and *cold* (cache). `pdbus
+status`, `pdbus top` and pages say the same, by `Watch.conditions`. Pure.
 
 A rank is slow when each of its steps has taken more than twice the median of the ranks of its role and model for ten
 seconds: with an even number of these the lower of the two in the middle, so of two ranks one can be slow. It is full
 when its KV memory or its run slots are in use by more than 95 %, or when requests have waited there for ten seconds and
 none was taken; at a decode rank the last counts only beside running requests, because a request waits there for its
 prompt too. An engine that does not report what is needed is never slow, or never found to take none.
+
+Its link is slow when the KV caches that it fetches have taken more than three times the median of its kind, of three
+ranks or more, both a fetch and a token: one that fetches long prompts takes longer a fetch, one that fetches short ones
+longer a token, and only where bytes come slowly it is both. Its cache is cold when it began less than ten minutes ago
+and found in its prefix cache less than a quarter of the median share of its kind. Both are over the last 15 to 30
+seconds.
 """
 
 from __future__ import annotations
@@ -14,29 +20,54 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from bus.wire.messages import Load, RankStatus
-from pdbus.fleet.formatting import name_of, seconds
+from pdbus.fleet.formatting import age, name_of, seconds
 
 SLOW_TIMES = 2.0
 HOLDS_S = 10.0
 FULL = 0.95
+COUNTED_S = 15.0  # fetches and prompts are counted over once to twice this time
+KIND = 3  # ranks of a kind, at least, for its median of fetches and hits
+LINK_TIMES = 3.0
+FETCHES, FETCH_S = 5, 0.02  # fewer, or quicker ones, say nothing
+COLD_SHARE, COLD_S = 0.25, 600.0
+PROMPT_TOKENS, HITS = 1000, 0.2  # fewer prompt tokens, or a lower share of the kind, say nothing
+
+WORDS = {"slow": "is slow", "full": "is full", "link": "has a slow link", "cold": "has a cold cache"}
 
 
 class Condition(NamedTuple):
     """A condition of a rank, and the reason as a part of a sentence."""
 
-    what: Literal["slow", "full"]
+    what: Literal["slow", "full", "link", "cold"]
     why: str
+
+
+class _Counts(NamedTuple):
+    at: float
+    fetches: int
+    fetch_us: int
+    fetched_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
 
 
 class Watch:
     """The signs of one rank over time. `step_s`: seconds a forward step took, between the last two reports with steps
-    between them; None: not known. `full_why`: why it is full; empty: it is not."""
+    between them; `fetch_s`: seconds a fetch and seconds a fetched token; `hits`: the share of prompt tokens that its
+    cache had. None: not known. `full_why`: why it is full; empty: it is not."""
 
-    __slots__ = ("_epoch", "_load", "_median_s", "_slow_since", "_stepped_at", "_untaken_since", "full_why", "step_s")
+    __slots__ = (
+        "_began", "_cold_why", "_counts", "_epoch", "_link_why", "_load", "_median_s", "_slow_since", "_stepped_at",
+        "_untaken_since", "fetch_s", "full_why", "hits", "step_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.step_s: float | None = None
-        self.full_why = ""
+        self.fetch_s: tuple[float, float] | None = None
+        self.hits: float | None = None
+        self.full_why = self._link_why = self._cold_why = ""
+        self._counts: tuple[_Counts, _Counts] | None = None  # from when on it counts, and will next
+        self._began = -1.0
         self._load: Load | None = None
         self._epoch = 0
         self._stepped_at = 0.0
@@ -49,6 +80,7 @@ class Watch:
         load, before = rank.load, self._load
         if rank.epoch != self._epoch or load is None or before is None:
             self._epoch, self.step_s, self._slow_since, self._untaken_since = rank.epoch, None, None, None
+            self._counts = self.fetch_s = self.hits = None
         elif load is not before:
             steps, busy_us = load.step - before.step, load.busy_us_total - before.busy_us_total
             if steps > 0 and busy_us > 0:
@@ -62,7 +94,44 @@ class Watch:
         if self.step_s is not None and at - self._stepped_at > HOLDS_S:
             self.step_s = None
         self._load = load
+        if load is not None and (load.fetches_total or load.admitted_tokens_total):
+            self._count(load, at)
+        self._began = rank.epoch_age_s
         self.full_why = "" if load is None or rank.state != "ready" else self._full_by(rank, load, at)
+
+    def _count(self, load: Load, at: float) -> None:
+        now = _Counts(
+            at, load.fetches_total, load.fetch_us_total, load.fetched_tokens_total, load.admitted_tokens_total,
+            load.cached_tokens_total,
+        )  # fmt: skip
+        since, following = self._counts or (now, now)
+        if at - following.at >= COUNTED_S:
+            since, following = following, now
+        self._counts = since, following
+        if at - since.at < COUNTED_S:
+            return
+        fetches, tokens = now.fetches - since.fetches, now.fetched_tokens - since.fetched_tokens
+        took_s = (now.fetch_us - since.fetch_us) / 1e6
+        self.fetch_s = (took_s / fetches, took_s / tokens) if fetches >= FETCHES and tokens > 0 else None
+        prompt = now.prompt_tokens - since.prompt_tokens
+        self.hits = (now.cached_tokens - since.cached_tokens) / prompt if prompt >= PROMPT_TOKENS else None
+
+    def compare_link(self, median_s: tuple[float, float] | None) -> None:
+        """Compare what its fetches take with the medians of its kind; None: there are too few to say."""
+        self._link_why = ""
+        if self.fetch_s is None or median_s is None or self.fetch_s[0] < FETCH_S:
+            return
+        if all(mine > LINK_TIMES * median for mine, median in zip(self.fetch_s, median_s, strict=True)):
+            self._link_why = f"{seconds(self.fetch_s[0])} to fetch a KV cache, and {seconds(median_s[0])} is the median"
+
+    def compare_hits(self, median: float | None) -> None:
+        """Compare its share of hits with the median of its kind; None: there are too few to say."""
+        self._cold_why = ""
+        if self.hits is None or median is None or median < HITS or not 0 <= self._began < COLD_S:
+            return
+        if self.hits < COLD_SHARE * median:
+            hits = f"{self.hits:.0%} of its prompt tokens were in its prefix cache, and {median:.0%} is the median"
+            self._cold_why = f"it began {age(self._began)} ago; {hits}"
 
     def compare(self, median_s: float, at: float) -> None:
         """Compare its step time with the median of its kind."""
@@ -81,6 +150,10 @@ class Watch:
         if rank.state == "ready" and self.is_slow(at) and self.step_s is not None:
             median = f"{seconds(self._median_s)} is the median of {rank.role} ranks of {rank.model}"
             found.insert(0, Condition("slow", f"{seconds(self.step_s)} a step, and {median}"))
+        if rank.state == "ready":
+            kind = f"of {rank.role} ranks of {rank.model}"
+            found += [Condition("link", f"{self._link_why} {kind}")] if self._link_why else []
+            found += [Condition("cold", f"{self._cold_why} {kind}")] if self._cold_why else []
         return tuple(found)
 
     def _full_by(self, rank: RankStatus, load: Load, at: float) -> str:
@@ -96,7 +169,7 @@ class Watch:
 
 def sentence_of(rank: RankStatus, condition: Condition) -> str:
     """Return a condition as a sentence."""
-    return f"{name_of(rank)} is {condition.what}: {condition.why}"
+    return f"{name_of(rank)} {WORDS[condition.what]}: {condition.why}"
 
 
 def held_tokens(rank: RankStatus, load: Load) -> int:
@@ -109,11 +182,24 @@ def watch_all(ranks: Iterable[tuple[RankStatus, Watch]], at: float) -> None:
     kinds: dict[tuple[str, str], list[Watch]] = {}
     for rank, watch in ranks:
         watch.see(rank, at)
-        if watch.step_s is not None and rank.state == "ready":
+        if rank.state == "ready":
             kinds.setdefault((rank.role, rank.model), []).append(watch)
         elif watch._slow_since is not None:
             watch._slow_since = None
     for watches in kinds.values():
-        steps = sorted(watch.step_s for watch in watches if watch.step_s is not None)
+        steps = sorted([watch.step_s for watch in watches if watch.step_s is not None])
+        fetches = [watch.fetch_s for watch in watches if watch.fetch_s is not None]
+        hits = sorted([watch.hits for watch in watches if watch.hits is not None])
+        fetch_s: tuple[float, float] | None = None
+        if len(fetches) >= KIND:
+            a_fetch, a_token = (_median(sorted(column)) for column in zip(*fetches, strict=True))
+            fetch_s = a_fetch, a_token
+        of_hits = _median(hits) if len(hits) >= KIND else None
         for watch in watches:
-            watch.compare(steps[(len(steps) - 1) // 2], at)
+            watch.compare(_median(steps) if steps else 0.0, at)
+            watch.compare_link(fetch_s)
+            watch.compare_hits(of_hits)
+
+
+def _median(ordered: list[float]) -> float:
+    return ordered[(len(ordered) - 1) // 2]

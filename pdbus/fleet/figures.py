@@ -101,7 +101,7 @@ class RankFigures:
     ttft: tuple[int, ...] = ()
     tpot: tuple[int, ...] = ()
     step_s: float | None = None  # seconds a forward step took lately
-    conditions: tuple[Condition, ...] = ()  # slow or full, if it is
+    conditions: tuple[Condition, ...] = ()  # what it does badly, if anything
 
     @property
     def slots(self) -> float | None:

@@ -333,7 +333,7 @@ class History:
         return self._of(rank, self._last.at - self._marks[0].at, {})
 
     def conditions(self) -> dict[MemberKey, tuple[Condition, ...]]:
-        """Return which ranks are slow or full at the last sample, and why; see `pdbus.fleet.conditions`."""
+        """Return which ranks serve badly at the last sample, and why; see `pdbus.fleet.conditions`."""
         at = self._last.at if self._last is not None else 0.0
         found = {key: track.watch.conditions(track.now, at) for key, track in self._ranks.items()}
         return {key: each for key, each in found.items() if each}

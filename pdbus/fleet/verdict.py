@@ -1,4 +1,4 @@
-"""The sentences about a fleet at its last sample, the worst first: what is wrong, which ranks are slow or full and
+"""The sentences about a fleet at its last sample, the worst first: what is wrong, which ranks do badly and
 why, which requests wait. None: all is well. Pure.
 """
 
@@ -21,7 +21,7 @@ FEW = 10  # first tokens with an SLO that say nothing yet
 
 ALIKE = 5  # sentences of one kind that are given in full
 
-Kind = Literal["unserved", "dead", "broker", "queue", "slo", "slow", "full", "note"]
+Kind = Literal["unserved", "dead", "broker", "queue", "slo", "slow", "full", "link", "cold", "note"]
 
 
 class Line(NamedTuple):
@@ -34,7 +34,7 @@ class Line(NamedTuple):
     rank: MemberKey | None = None
 
 
-_ORDER: tuple[Kind, ...] = ("unserved", "dead", "broker", "queue", "slo", "slow", "full", "note")
+_ORDER: tuple[Kind, ...] = ("unserved", "dead", "broker", "queue", "slo", "slow", "full", "link", "cold", "note")
 
 
 class Slos(NamedTuple):

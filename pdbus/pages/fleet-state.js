@@ -4,6 +4,9 @@ const NEWS = 1000, SPAN_S = 900;
 
 export const DEAD = new Set(["silent", "lost", "hung"]);
 
+// Of each condition the words at a rank.
+export const CONDITIONS = { slow: "slow", full: "full", link: "slow link", cold: "cold cache" };
+
 export class Fleet {
   constructor() { this.clear(); }
 
@@ -79,7 +82,7 @@ export function kvShare(rank) { const parts = kvParts(rank); return parts && par
 export function stateOf(rank) {
   if (DEAD.has(rank.state)) return { word: rank.state, kind: "dead", tone: "bad", mark: "✕" };
   if (rank.state !== "ready") return { word: rank.state, kind: "away", tone: "note", mark: rank.state[0] };
-  if (rank.condition) return { word: rank.condition, kind: rank.condition, tone: "warn", mark: rank.condition === "slow" ? "S" : "F" };
+  if (rank.condition) return { word: CONDITIONS[rank.condition], kind: "poor", tone: "warn", mark: rank.condition[0].toUpperCase() };
   return { word: "ready", kind: "ready", tone: "good", mark: "" };
 }
 

@@ -1,7 +1,7 @@
 // The fleet's page: what it shows of the messages, and what a user may choose.
 
 import { $, HeatMap, chart, el, put, renewChart, renewTile, table, tile } from "./fleet-draw.js";
-import { CHOICES, DEAD, Fleet, age, bytes, clock, counted, kvShare, number, seconds, share, stateOf } from "./fleet-state.js";
+import { CHOICES, CONDITIONS, DEAD, Fleet, age, bytes, clock, counted, kvShare, number, seconds, share, stateOf } from "./fleet-state.js";
 import { Requests } from "./fleet-requests.js";
 import { watch } from "./fleet-stream.js";
 
@@ -14,7 +14,8 @@ const KINDS = {
   unserved: ["✕ none", (count, ranks, text) => text], dead: ["✕ dead", (count, ranks) => `${ranks} ${is(count)} dead`],
   broker: ["✕ broker", () => "the broker does not answer"], queue: ["▲ waits", () => "requests wait for room"],
   slo: ["▲ late", () => "SLOs are missed"], slow: ["▲ slow", (count, ranks) => `${ranks} ${is(count)} slow`],
-  full: ["▲ full", (count, ranks) => `${ranks} ${is(count)} full`], note: ["note"],
+  full: ["▲ full", (count, ranks) => `${ranks} ${is(count)} full`], link: ["▲ link", (count, ranks) => `KV caches come slowly to ${ranks}`],
+  cold: ["▲ cold", (count, ranks) => `the prefix ${count === 1 ? "cache" : "caches"} of ${ranks} ${is(count)} cold`], note: ["note"],
 };
 const is = (count) => (count === 1 ? "is" : "are");
 
@@ -79,14 +80,15 @@ const upper = (text) => text[0].toUpperCase() + text.slice(1);
 
 function box(role, ranks, many) {
   const host = $(role), body = host.querySelector(".body"), ready = ranks.filter((rank) => rank.state === "ready").length;
-  const slow = ranks.filter((rank) => rank.condition === "slow").length, full = ranks.filter((rank) => rank.condition === "full").length;
   const dead = ranks.filter((rank) => DEAD.has(rank.state)).length;
   const add = (name) => ranks.reduce((sum, rank) => sum + (rank[name] ?? 0), 0);
   const kv = ranks.map(kvShare).filter((value) => value !== null);
   const words = [`${ready} of ${counted(ranks.length, "rank")} ready`];
   if (dead) words.push(`${dead} dead`);
-  if (slow) words.push(`${slow} slow`);
-  if (full) words.push(`${full} full`);
+  for (const [condition, word] of Object.entries(CONDITIONS)) {
+    const count = ranks.filter((rank) => rank.condition === condition).length;
+    if (count) words.push(`${count} ${word}`);
+  }
   words.push(`${number(add("running"))} running`, `${number(add("waiting"))} waiting`);
   if (role !== "decode") words.push(`${number(add("prompt_s"))} prompt tokens/s`);
   if (role !== "prefill") words.push(`${number(add("output_s"))} output tokens/s`);
@@ -136,7 +138,7 @@ function legend(many) {
   const host = $("legend"), mode = `${many}${hint}`;
   if (host.dataset.mode === mode) return;
   host.dataset.mode = mode;
-  if (many) host.replaceChildren(hint || "A rank is a cell, filled by the chosen figure: ✕ dead, S slow, F full, other letters: its state. Click one, or move with the arrow keys.");
+  if (many) host.replaceChildren(hint || "A rank is a cell, filled by the chosen figure: ✕ dead, S slow, F full, L slow link, C cold cache, small letters: its state. Click one, or move with the arrow keys.");
   else host.replaceChildren("KV memory:", ...[["live", "of live requests"], ["kept", "kept for other ranks"], ["cached", "cache that can be given up"]]
     .flatMap(([kind, text]) => [el("span", { class: `swatch ${kind}` }), text]), ". Estimate: requests that the controller believes to be there.");
 }

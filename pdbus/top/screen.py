@@ -113,7 +113,7 @@ def _summary(figures: Figures, width: int) -> list[Text]:
 
 
 def _conditions(figures: Figures) -> list[Text]:
-    """Return the ranks that are slow or full, and why, and how many more there are."""
+    """Return the ranks that serve badly, and why, and how many more there are."""
     found = [sentence_of(each.rank, one) for each in figures.ranks for one in each.conditions]
     lines = [Text.assemble((f" ~ {printable(line)}", "yellow")) for line in found[:TROUBLE_LINES]]
     more = len(found) - TROUBLE_LINES

@@ -58,7 +58,7 @@ def _bad(count: int) -> Text:
 
 
 COLUMNS = (
-    Column("state", 8, _state, "silent, lost, hung: does not serve; slow, full: serves badly", left=True),
+    Column("state", 8, _state, "silent, lost, hung: no service; slow, full, link, cold: bad service", left=True),
     Column("for", 5, lambda each, _: age(each.rank.state_age_s), "how long in this state", 5),
     Column("age", 5, _age, "age of its last load report", 4),
     Column("load", 12, _load, "estimated requests of its run slots; running+waiting reported",

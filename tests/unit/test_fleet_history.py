@@ -165,3 +165,69 @@ def test_a_rank_is_full_when_requests_wait_and_none_is_taken_for_ten_seconds() -
     assert said(run(15, of=lambda now: waiting(now, admitted_tokens_total=0))) == {}, "it does not say"
     assert said(run(15, of=lambda now: waiting(now, role="decode"))) == {0: ["full"]}
     assert said(run(15, of=lambda now: waiting(now, role="decode", running=0))) == {}, "they wait for their prompts"
+
+
+def fetching(number: int, a_second: float, tokens: int, took_s: float, now: float, **more: Any) -> RankStatus:
+    """A rank that fetches so many KV caches a second, each of so many tokens."""
+    fetches = int(a_second * now)
+    load = {"fetches_total": fetches, "fetched_tokens_total": fetches * tokens}
+    return rank("decode-0", number, load=load | {"fetch_us_total": int(1e6 * took_s * fetches)}, **more)
+
+
+def test_a_link_is_slow_where_a_fetch_and_a_token_take_more_than_three_times_the_median() -> None:
+    def at(
+        now: float, tokens: int = 2000, took_s: float = 1.2, a_second: float = 2.0, others: int = 3
+    ) -> list[RankStatus]:
+        usual = [fetching(n + 1, 2.0, 2000, 0.2 + 0.1 * n, now) for n in range(others)]
+        return [fetching(0, a_second, tokens, took_s, now), *usual]
+
+    assert said(run(14, of=at)) == {}
+    made = run(20, of=at)
+    assert said(made) == {0: ["link"]}
+    assert made.sentences() == [
+        "decode-0/0 has a slow link: 1.2s to fetch a KV cache, and 300ms is the median of decode ranks of m"
+    ]
+    well = {
+        "as quick as others": {"took_s": 0.85}, "of long prompts": {"tokens": 20_000, "took_s": 3.0},
+        "of short prompts": {"tokens": 100, "took_s": 0.1}, "too few to say": {"a_second": 0.1},
+        "two ranks": {"others": 1},
+    }  # fmt: skip
+    for why, how in well.items():
+        assert said(run(40, of=lambda now, how=how: at(now, **how))) == {}, why  # type: ignore[misc]
+
+
+def test_a_link_is_slow_no_longer_once_its_fetches_are_quick_again_or_it_is_another_start() -> None:
+    def at(now: float, epoch: int = 1) -> list[RankStatus]:
+        mine = fetching(0, 2.0, 2000, 2.0, min(now, 20.0), epoch=epoch)
+        return [mine, *(fetching(n, 2.0, 2000, 0.1, now) for n in (1, 2, 3))]
+
+    made = run(20, of=at)
+    assert said(made) == {0: ["link"]}
+    made.add(sample(21.0, *at(21.0, epoch=2)))
+    assert said(made) == {}
+    assert said(run(60, of=at)) == {}, "it fetches no more"
+
+
+def prompting(number: int, hits: float, now: float, role: str = "prefill", age_s: float = 40.0) -> RankStatus:
+    prompt = int(5000 * now)
+    load = {"admitted_tokens_total": prompt, "cached_tokens_total": int(hits * prompt)}
+    return rank(f"{role}-0", number, load=load, epoch_age_s=age_s)
+
+
+def test_a_cache_is_cold_where_a_rank_began_lately_and_finds_little_beside_its_kind() -> None:
+    def at(now: float, hits: float = 0.1, others: float = 0.5, age_s: float = 40.0) -> list[RankStatus]:
+        kin = [prompting(n, others, now, age_s=9000.0) for n in (1, 2, 3)]
+        return [prompting(0, hits, now, age_s=age_s), *kin]
+
+    made = run(20, of=at)
+    assert said(made) == said(run(20, of=lambda now: at(now, hits=0.0))) == {0: ["cold"]}
+    assert made.sentences() == [
+        "prefill-0/0 has a cold cache: it began 40s ago; 10% of its prompt tokens were in its prefix cache, and "
+        "50% is the median of prefill ranks of m"
+    ]
+    well = {
+        "it finds some": {"hits": 0.2}, "none finds much": {"hits": 0.0, "others": 0.19},
+        "it has been here for long": {"age_s": 700.0}, "nobody says since when": {"age_s": -1.0},
+    }  # fmt: skip
+    for why, how in well.items():
+        assert said(run(40, of=lambda now, how=how: at(now, **how))) == {}, why  # type: ignore[misc]
