@@ -26,6 +26,7 @@ from nodes.link.embed import Draining, RankLink
 from nodes.link.facts import RankFacts
 from nodes.link.leg import Leg
 from nodes.own.engines.sim import SPECIALS, feed, next_token
+from simulation import inner_laws
 from simulation.broken import Broken
 from simulation.process import ControllerProcess, Process, RankProcess
 from simulation.spec import VOCAB
@@ -104,6 +105,8 @@ class DispatcherProcess(ControllerProcess):
                 self._end(asked, answer)
 
     def _end(self, asked: Asked, answer: Done | Failed) -> None:
+        if isinstance(answer, Failed):
+            inner_laws.refused(self.world, self, asked.rid, answer.code)
         asked.end("ok" if isinstance(answer, Done) else answer.code)
 
     def left_over(self) -> str:

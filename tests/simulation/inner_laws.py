@@ -252,7 +252,8 @@ def arrives(world: World, pipe: Pipe, frames: Frames) -> None:
             if finish not in ("", "stop", "length"):
                 world.failures.add((hearer.name, endpoint, rid, attempt))
         elif isinstance(speaker, ControllerProcess) and frames[0][:16].find(b"failed") > 0:
-            _refused(world, speaker, frames)
+            _, rid, _, code, *_ = message_in(frames)
+            refused(world, speaker, rid, code)
     elif isinstance(speaker, ControllerProcess) and hearer.kind == "node":
         if frames[0][:16].find(b"cancel_leg") > 0:
             _given_up(world, speaker, hearer, pipe, frames)
@@ -260,9 +261,8 @@ def arrives(world: World, pipe: Pipe, frames: Frames) -> None:
             _dispatched(world, speaker, hearer, pipe, frames)
 
 
-def _refused(world: World, controller: ControllerProcess, frames: Frames) -> None:
+def refused(world: World, controller: ControllerProcess, rid: str, code: str) -> None:
     """The only rank that a room has may be full."""
-    _, rid, _, code, *_ = message_in(frames)
     by_room = "follow_bootstrap_room" in controller.part.core.config.methods.values()
     if code == "overloaded" and by_room and rid not in world.dispatched:
         world.turned_down.add(rid.removesuffix(".prefill"))

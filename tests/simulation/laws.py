@@ -163,8 +163,9 @@ def _felt(world: World, asked: Asked) -> list[Fault]:
 
 def end_unread(world: World, asked: Asked, code: str) -> None:
     """Check that a dispatch may end with `code`. Its tokens are read elsewhere."""
-    why = _no_cause(world, asked, code)
-    if not why and code not in ("ok", "cancelled", "deadline", "duplicate_rid") and not _felt(world, asked):
+    why, caused = _no_cause(world, asked, code), code in ("ok", "cancelled", "deadline", "duplicate_rid")
+    caused = caused or (code == "overloaded" and asked.rid in world.turned_down)
+    if not why and not caused and not _felt(world, asked):
         why = "nothing has befallen anybody"
     if why:
         raise Broken("no end without a cause", f"{asked.rid} (request {asked.spec.number}), {code}: {why}", asked.rid)
