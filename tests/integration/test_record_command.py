@@ -93,7 +93,8 @@ def test_a_recording_has_each_ranks_steps_chunks_and_transfers_and_what_others_s
     }  # fmt: skip
     kinds: dict[int, set[str]] = defaultdict(set)
     for each in events:
-        kinds[each["pid"]].add(each.get("cat", each["name"]))
+        unit = f" {next(iter(each['args']))}" if each["ph"] == "C" else ""
+        kinds[each["pid"]].add(each.get("cat", each["name"] + unit))
     for dp_rank in range(2):
         assert {"step", "chunk", "decode batch", "KV tokens", "running requests"} <= kinds[pids[f"prefill-0/{dp_rank}"]]
         assert {"step", "fetch", "decode batch", "KV tokens", "running requests"} <= kinds[pids[f"decode-0/{dp_rank}"]]

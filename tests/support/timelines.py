@@ -8,7 +8,9 @@ from typing import Any
 
 
 def check_slices_and_arrows(events: list[dict[str, Any]]) -> None:
-    """No two slices of a thread overlap, a thread is of one process, and no arrow goes backwards."""
+    """No two slices of a thread overlap, a thread is of one process and has a name, and no arrow goes backwards."""
+    named = [each["tid"] for each in events if each["name"] == "thread_name"]
+    assert sorted(named) == sorted({each["tid"] for each in events if each["ph"] in "Xi"})
     threads, pids = defaultdict(list), defaultdict(set)
     for each in events:
         if each["ph"] == "X":

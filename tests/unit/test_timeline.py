@@ -33,6 +33,11 @@ def events_of(timeline: Timeline) -> tuple[list[dict[str, Any]], TraceEvents]:
     return list(events), events
 
 
+def counters_of(events: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    found = [(each, *each["args"].items()) for each in events if each["ph"] == "C"]
+    return [(f"{each['name']} {unit}", each["ts"], value) for each, (unit, value) in found]
+
+
 def pair(offset_us: int = 0, rtt_us: int = 0, **fetch: Any) -> Timeline:
     """A request whose prompt takes two chunks at prefill-0/0, until 30 ms, and is fetched by decode-0/1 from 31 ms on,
     whose clock is ahead by `offset_us`."""
@@ -74,7 +79,7 @@ def test_a_pair_as_trace_events() -> None:
     assert [start[key] for key in ("pid", "tid", "ts")] == [chunk[key] for key in ("pid", "tid", "ts")]
     assert [end[key] for key in ("pid", "tid", "ts")] == [fetch[key] for key in ("pid", "tid", "ts")]
     assert (start["id"], end["bp"]) == (end["id"], "e")
-    counters = [(each["name"], each["ts"], each["args"]["value"]) for each in events if each["ph"] == "C"]
+    counters = counters_of(events)
     assert counters == [
         ("waiting requests", 0, 1), ("waiting requests", 2_000, 0),
         ("decode batch", 5_000, 0), ("KV tokens", 5_000, 0), ("KV tokens", 17_000, 96),
@@ -124,7 +129,7 @@ def test_events_of_the_controller_and_loads_of_a_rank_without_steps() -> None:
     (shown,) = (each for each in events if each.get("cat") == "event")
     assert (shown["name"], shown["ts"]) == ("rank_lost vllm/0", 2)
     assert shown["args"] == {"rank": "vllm/0", "code": "silent", "phrase": "for 5 s", "trouble": True}
-    counters = [(each["name"], each["ts"], each["args"]["value"]) for each in events if each["ph"] == "C"]
+    counters = counters_of(events)
     assert counters == [("running requests", 0, 1), ("waiting requests", 0, 2), ("waiting requests", 5, 3),
                         ("KV tokens", 0, 30), ("KV tokens", 5, 40)]  # fmt: skip
     assert "vllm/0 (unified)" in [each["args"]["name"] for each in events if each["ph"] == "M"]
