@@ -83,9 +83,8 @@ def record(duration: float, file: Path, controller: str, keys: str, wait_s: floa
                 recording, duration, stop, lambda at_s: progress.show(f"recording: {at_s:.0f} s of {duration:g} s")
             )
         timeline = recording.done()
-        timeline.title = (
-            f"{first.controller}, {recording.ranks} ranks, {spent_s:.1f} s from {began:%Y-%m-%d %H:%M:%S} UTC"
-        )
+        ranks = f"{recording.ranks} rank{'s' if recording.ranks > 1 else ''}"
+        timeline.title = f"{first.controller}, {ranks}, {spent_s:.1f} s from {began:%Y-%m-%d %H:%M:%S} UTC"
         counts = out.write(timeline)
     early = f"ended early, after {spent_s:.1f} s of {duration:g} s; " if stop.is_set() else ""
     print(f"{early}wrote {file}: {counts}; open it at https://ui.perfetto.dev")

@@ -23,7 +23,7 @@ MANY = 64
 LEASE_S = 4.0  # ranks record for so long after the last question
 ANSWER_S = 2.0  # to wait for an answer: longer than a controller waits for a rank
 
-NOT_RECORDED = "its engine does not say its steps: here is its load alone, each {:g} s"
+NOT_RECORDED = "its engine, or its version, does not say its steps: here is its load alone, each {:g} s"
 SILENT = "it did not answer {} of {} questions"
 
 

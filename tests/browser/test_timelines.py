@@ -28,13 +28,6 @@ ARROWS = """
 select count(*), min(target.ts - source.ts - source.dur) from flow
 join slice source on source.id = slice_out join slice target on target.id = slice_in
 """
-ENDS = """
-select source.id, p.name, q.name, source.ts, target.ts + target.dur from flow
-join slice source on source.id = slice_out join slice target on target.id = slice_in
-join thread_track a on a.id = source.track_id join thread t on t.utid = a.utid join process p on p.upid = t.upid
-join thread_track b on b.id = target.track_id join thread u on u.utid = b.utid join process q on q.upid = u.upid
-order by target.ts
-"""
 
 
 @pytest.fixture
@@ -85,10 +78,7 @@ def check(page: Perfetto, file: Path) -> None:
 def picture(page: Perfetto, name: str) -> None:
     """Unfold both ends of an arrow that is in the middle, look at it, and keep the picture where PICTURES names a
     folder."""
-    ends = page.query(ENDS)
-    selected, source, target, began_ns, end_ns = ends[len(ends) // 2]
-    margin_ns = (end_ns - began_ns) // 2
-    page.show([source, target], selected, began_ns - margin_ns, end_ns + margin_ns)
+    page.show_an_arrow()
     shown = page.page.get_by_text("Following Flows")
     shown.wait_for()
     if folder := os.environ.get("PICTURES"):

@@ -1,5 +1,5 @@
-"""The pictures of README.md and docs/operations.md, made from what runs: `pdbus top` over a busy cluster of which a
-rank was killed, the demo as it streams, the chat page and a fleet's page. `make pictures` writes them to docs/img.
+"""The pictures of README.md and docs, made from what runs: `pdbus top` over a busy cluster of which a rank was killed,
+the demo as it streams, the chat page, a fleet's page and a timeline. `make pictures` writes them to docs/img.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_process import Serve
+from perfetto import Perfetto
 from PIL import Image
 from rich.console import Console, Group
 from rich.terminal_theme import MONOKAI
@@ -37,7 +38,7 @@ from pdbus.top.screen import lines_of
 from pdbus.top.view import View
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page, Route
+    from playwright.sync_api import Browser, Page, Route
 
 IMAGES = Path(__file__).parents[2] / "docs" / "img"
 WIDTH, HEIGHT = 112, 21
@@ -170,23 +171,42 @@ def chat() -> None:
         _photograph(page, "chat.png")
 
 
+def timeline() -> None:
+    """A part of a virtual run in Perfetto, with a KV transfer from a prompt's last chunk to a decode rank."""
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, _browser() as browser:
+        path = Path(folder) / "out.json.gz"
+        command = "replay --methods cache_aware --ranks 1 --decode-ranks 1 --load 0.5 --duration-s 60 --timeline"
+        subprocess.run([sys.executable, "-P", "-m", "pdbus", *command.split(), str(path)], check=True, timeout=WAIT_S)
+        opened = Perfetto(browser, path, 1280, 880)
+        opened.show_an_arrow()
+        opened.page.get_by_text("Following Flows").wait_for()
+        opened.rest()
+        _photograph(opened.page, "timeline.png")
+
+
 def _without_chance(route: Route) -> None:
     """Ask for the likeliest token each time: the page asks with the model's own settings."""
     route.continue_(post_data=route.request.post_data_json | {"temperature": 0})
 
 
 @contextmanager
-def _page(width: int, height: int) -> Iterator[Page]:
-    """A page in Chromium."""
+def _browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which(os.environ.get("CHROMIUM", "chromium"))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def _page(width: int, height: int) -> Iterator[Page]:
+    """A page in Chromium."""
+    with _browser() as browser:
         page = browser.new_page(viewport={"width": width, "height": height})
         page.set_default_timeout(WAIT_S * 1000)
         yield page
-        browser.close()
 
 
 def _photograph(page: Page, name: str) -> None:
@@ -221,6 +241,6 @@ def _save(name: str, title: str, what: Group, width: int) -> Path:
 
 
 if __name__ == "__main__":
-    made = {"top": top, "demo": demo, "chat": chat, "fleet": fleet}
+    made = {"top": top, "demo": demo, "chat": chat, "fleet": fleet, "timeline": timeline}
     for picture in sys.argv[1:] or made:
         made[picture]()

@@ -172,7 +172,7 @@ def test_ranks_that_do_not_record_or_answer_are_said(controller: Controller) -> 
     recording.poll()
     recording.poll()
     assert [track.note for track in recording.done().ranks] == [
-        "its engine does not say its steps: here is its load alone, each 0.5 s",
+        "its engine, or its version, does not say its steps: here is its load alone, each 0.5 s",
         "it did not answer 2 of 2 questions",
         "",
     ]  # fmt: skip

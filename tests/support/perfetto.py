@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from playwright.sync_api import Browser, Page, Route
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Route
 
 ORIGIN = "http://127.0.0.1:9001/"  # where vizviewer serves
 WAIT_MS = 60_000.0
@@ -24,6 +25,20 @@ QUERY = """async (sql) => {
             return typeof value == 'bigint' ? Number(value) : value;
         }));
     return rows;
+}"""
+ENDS = """
+select source.id, p.name, q.name, source.ts, target.ts + target.dur from flow
+join slice source on source.id = slice_out join slice target on target.id = slice_in
+join thread_track a on a.id = source.track_id join thread t on t.utid = a.utid join process p on p.upid = t.upid
+join thread_track b on b.id = target.track_id join thread u on u.utid = b.utid join process q on q.upid = u.upid
+order by target.ts
+"""
+SHOW = """([names, selected, from, to]) => {
+    for (const each of app.trace.workspace.children)
+        if (names.some((name) => each.name.startsWith(`${name} `))) each.expand();
+    app.trace.selection.selectSqlEvent('slice', selected);
+    app.trace.timeline.setViewportTime(BigInt(from), BigInt(to));
+    raf.scheduleFullRedraw();
 }"""
 
 
@@ -57,18 +72,12 @@ class Perfetto:
         """Wait until the page has drawn everything."""
         self.page.evaluate("() => waitForPerfettoIdle()")
 
-    def show(self, processes: list[str], selected: int, from_ns: int, to_ns: int) -> None:
-        """Unfold these processes, select a slice, and zoom."""
-        self.page.evaluate(
-            """([names, selected, from, to]) => {
-                for (const each of app.trace.workspace.children)
-                    if (names.some((name) => each.name.startsWith(`${name} `))) each.expand();
-                app.trace.selection.selectSqlEvent('slice', selected);
-                app.trace.timeline.setViewportTime(BigInt(from), BigInt(to));
-                raf.scheduleFullRedraw();
-            }""",
-            [processes, selected, from_ns, to_ns],
-        )
+    def show_an_arrow(self) -> None:
+        """Select the source of an arrow in the middle, unfold the ranks at both its ends, and zoom in on it."""
+        arrows = self.query(ENDS)
+        selected, source, target, began_ns, end_ns = arrows[len(arrows) // 2]
+        margin_ns = (end_ns - began_ns) // 2
+        self.page.evaluate(SHOW, [[source, target], selected, began_ns - margin_ns, end_ns + margin_ns])
         self.rest()
 
     def close(self) -> None:
