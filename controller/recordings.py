@@ -68,7 +68,7 @@ class Recordings:
         if (best := rank.clock.best) is not None:
             rtt_us, offset_us = round(best[0] * 1e6), round((best[1] - self._wall_s) * 1e6)
         answer = replace(reply, id=question.id, records=True, silent=False, at_us=self._us(now), offset_us=offset_us,
-                         rtt_us=rtt_us)  # fmt: skip
+                         rtt_us=rtt_us, epoch=rank.epoch)  # fmt: skip
         out.append(ToClient(question.peer, answer))
 
     def tick(self, now: float, out: list[Action]) -> None:

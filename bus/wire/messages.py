@@ -655,6 +655,7 @@ class RecordReply(Message, frozen=True, tag="recorded"):
     at_us: Count = 0  # when this was sent, microseconds since 1970 by the controller's clock
     offset_us: int = 0  # how far the rank's clock is ahead of the controller's,
     rtt_us: int = 0  # known to within half of this; -1: not known
+    epoch: Count = 0  # the start of the rank that answered: each numbers its own
 
 
 # --- client <-> controller (DEALER -> ROUTER) ----------------------------------------------------------------

@@ -29,10 +29,10 @@ SILENT = "it did not answer {} of {} questions"
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank that is asked. `epoch` names the start of it that was asked last."""
+    """A rank that is asked. `epoch` names the start of it that answered last."""
 
     track: RankTrack
-    epoch: int
+    epoch: int = 0
     steps_from: int = 0
     work_from: int = 0
     asked: int = 0
@@ -145,14 +145,11 @@ class LiveRecording:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _see(self, ranks: tuple[RankStatus, ...]) -> None:
-        """Note new ranks, and new starts of known ones, whose numbers begin again."""
+        """Note new ranks."""
         for status in ranks:
             key = status.instance, status.dp_rank
-            rank = self._ranks.get(key)
-            if rank is None:
-                self._ranks[key] = _Rank(RankTrack(*key, status.role), status.epoch)
-            elif rank.epoch != status.epoch:
-                rank.epoch, rank.steps_from, rank.work_from = status.epoch, 0, 0
+            if key not in self._ranks:
+                self._ranks[key] = _Rank(RankTrack(*key, status.role))
         self.poll_s = POLL_S if len(self._ranks) <= MANY else POLL_MANY_S
 
     def _ask(self, ranks: list[tuple[MemberKey, _Rank]], lease_s: float) -> list[tuple[MemberKey, _Rank]]:
@@ -177,20 +174,24 @@ class LiveRecording:
                     raise
                 rank.silent += error.code == "too_many"  # else it was forgotten, long after it left
                 continue
-            self._take(rank, reply, stamp)
-            if reply.more and not self.full:
+            if self._take(rank, reply, stamp) and not self.full:
                 more.append((key, rank))
         return more
 
-    def _take(self, rank: _Rank, reply: RecordReply, stamp: _Asked) -> None:
-        """Take in a rank's answer."""
+    def _take(self, rank: _Rank, reply: RecordReply, stamp: _Asked) -> bool:
+        """Take in a rank's answer; return true if there is more."""
         rtt_us = stamp.came_us - stamp.sent_us
         if reply.at_us and (self._offset_us is None or rtt_us < self._offset_rtt_us):
             self._offset_us, self._offset_rtt_us = reply.at_us - stamp.middle_us, rtt_us
         rank.records = reply.records
         rank.silent += reply.silent
         if reply.silent or not reply.records:
-            return
+            return False
+        if reply.epoch != rank.epoch:
+            rank.epoch = reply.epoch
+            if rank.steps_from or rank.work_from:  # another start: its numbers begin again
+                rank.steps_from = rank.work_from = 0
+                return True
         track = rank.track
         track.offset_us, track.rtt_us = reply.offset_us, reply.rtt_us
         if rank.work_from:
@@ -203,6 +204,7 @@ class LiveRecording:
             if rank.steps_from:
                 rank.lost += step.number - rank.steps_from
             rank.steps_from = step.number + 1
+        return reply.more
 
     def _take_status(self, answer: Future[Status], asked: _Asked) -> None:
         try:

@@ -52,7 +52,7 @@ def test_a_question_and_its_answer_are_passed_on_with_what_is_known_of_the_clock
     answer(world, more=True, records=False, silent=True, offset_us=5)  # the last three are not the rank's to say
     now_us = round((world.core.events._wall_s + world.now) * 1e6)
     assert world.answers(RecordReply, "viewer") == [
-        RecordReply(9, (STEP,), (WORK,), 2, True, True, False, now_us, 3_000_000, 200_000)
+        RecordReply(9, (STEP,), (WORK,), 2, True, True, False, now_us, 3_000_000, 200_000, P.epoch)
     ]
     answer(world)
     assert len(world.answers(RecordReply, "viewer")) == 1, "it is answered"

@@ -68,7 +68,7 @@ class Controller:
         reply = self.reply(steps_from)
         if isinstance(reply, RecordReply):
             reply = RecordReply(*(getattr(reply, name) for name in RecordReply.__struct_fields__[:7]),
-                                now_us() + AHEAD_US, reply.offset_us, reply.rtt_us)  # fmt: skip
+                                now_us() + AHEAD_US, reply.offset_us, reply.rtt_us, reply.epoch or 1)  # fmt: skip
         return _done(reply)
 
 
@@ -119,16 +119,24 @@ def test_what_a_rank_no_longer_had_is_counted(controller: Controller) -> None:
     assert note == "6 steps and pieces of work are missing: they came faster than they were read"
 
 
-def test_a_new_start_of_a_rank_is_read_from_its_beginning_and_a_new_rank_too(controller: Controller) -> None:
+def test_a_new_start_of_a_rank_is_read_from_its_beginning_once_and_a_new_rank_too(controller: Controller) -> None:
     recording = begun(controller)
-    controller.reply = lambda steps_from: RecordReply(1, (step(steps_from + 5),))
+    made = {1: (step(1), step(2), step(3)), 2: (step(1), step(2), step(3), step(4))}
+    start = 1
+    controller.reply = lambda steps_from: RecordReply(
+        1, tuple(each for each in made[start] if each.number >= steps_from), work_first=0, epoch=start
+    )
     recording.poll()
-    controller.status = status(rank(0, epoch=2), rank(1))
-    recording.poll()
+    start = 2
     controller.asked.clear()
     recording.poll()
-    assert controller.asked == [(("d", 0), LEASE_S, 0, 0), (("d", 1), LEASE_S, 0, 0)]
-    assert [track.name for track in recording.done().ranks] == ["d/0", "d/1"]
+    assert [steps_from for _, _, steps_from, _ in controller.asked] == [4, 0], "it is asked again at once"
+    controller.status = status(rank(0, epoch=2), rank(1))
+    recording.poll()
+    recording.poll()
+    first, second = recording.done().ranks
+    assert (first.name, first.steps, first.note) == ("d/0", [*made[1], *made[2]], "")
+    assert (second.name, second.steps) == ("d/1", [*made[2]])
 
 
 def test_loads_queue_and_events_are_by_the_controllers_clock_and_each_event_comes_once(controller: Controller) -> None:
