@@ -312,12 +312,13 @@ class Balancer:
         except Refusal as why:
             first, refusal = None, why
         other = None if first is None else decode
-        second = placement.place("decode", submit, decode, None, other, first, avoid, barred)
         self._chosen, self._predicted = (submit, first), None
+        self._costs.undecided = None if self._always_at_decode else submit
         try:
+            second = placement.place("decode", submit, decode, None, other, first, avoid, barred)
             here = second is not None and self.prefills_here(second, submit)
         finally:
-            self._chosen = None
+            self._chosen = self._costs.undecided = None
         if not self._always_at_decode:
             self._predicted = self.policies["decode"].predicted
         if here and second is not None:

@@ -29,9 +29,11 @@ class _Known(NamedTuple):
 
 class Costs:
     """The costs at the ranks of all roles, as one controller knows them: tokens and seconds. A figure is 0 where
-    nothing is known. `link_s_per_token`: the seconds that a KV token takes between two ranks."""
+    nothing is known. `link_s_per_token`: the seconds that a KV token takes between two ranks. `undecided`: the pair
+    whose decode rank is picked now, together with the rank that computes its prompt; None: these are settled."""
 
     def __init__(self, link_s_per_token: float = 0.0) -> None:
+        self.undecided: Submit | None = None
         self._link_s_per_token = link_s_per_token
         self._of: dict[Role, _Known] = {}
 

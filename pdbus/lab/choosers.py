@@ -194,7 +194,9 @@ class TableChooser(BaseChooser):
 
     def prefills_here(self, request: Submit) -> bool:
         if not self.balancer.admits(self._role) or self._asked is None or self._asked[0] != request.rid:
+            self._costs.undecided = request
             rank = self._pick(request)
+            self._costs.undecided = None
             self._asked = None if rank is None else (request.rid, rank)
         return self._asked is not None and self.balancer.prefills_here(self._asked[1], request)
 

@@ -56,6 +56,18 @@ class Pairs:
         load = Load(seq=1, step=1, kv_capacity=8000, max_running=90, **fields)  # type: ignore[arg-type]
         assert self.balancer.report(rank.key, 1, load, 1.0) is not None
 
+    def steps(self, rank: RankLoad, *of: tuple[int, float]) -> None:
+        """Reports of 100 steps each, in which so many requests decoded, for so many seconds a step; the last stays."""
+        self.balancer.speeds()
+        busy_us = 1
+        for seq, (requests, step_s) in enumerate(of, 1):
+            load = Load(
+                seq=seq, step=100 * seq, running=requests, waiting=0, waiting_tokens=0, kv_tokens=10 * requests,
+                kv_capacity=8000, max_running=90, acks=(), busy_us_total=busy_us,
+            )  # fmt: skip
+            busy_us += round(1e8 * step_s)
+            assert self.balancer.report(rank.key, 1, load, float(seq)) is not None
+
     def submit(self, blocks: int, **fields: object) -> Submit:
         hashes = array("Q", range(1, blocks + 1)).tobytes()
         return Submit(
@@ -113,6 +125,50 @@ def test_a_turn_stays_where_pairs_were_sent_since_the_last_report() -> None:
     world.balancer.charge(other, 0.0, (("unified", world.decode[1]),))
     assert at(world.place()) == ["prefill at prefill-0", "decode at decode-0"]
     world.table.validate()
+
+
+CROWDED = ((1, 0.010), (1, 0.010), (31, 0.040), (31, 0.040))  # requests, and seconds of a step
+
+
+def test_rank_and_trip_are_chosen_together() -> None:
+    """Half of the prompt is at a rank with slow steps, and as a pair the other half is soon there, wherever it goes."""
+    world = Pairs()
+    world.steps(world.decode[0], *CROWDED)
+    world.steps(world.decode[1], (1, 0.010), (1, 0.010))
+    world.caches(world.decode[0], 5)
+    assert at(world.place()) == ["prefill at prefill-0", "decode at decode-1"]
+    world.caches(world.decode[0], 3000)
+    assert at(world.place(3000)) == ["unified at decode-0"], "as a pair it would be five seconds later"
+
+
+def test_where_the_trip_is_settled_the_rank_is_picked_by_tokens() -> None:
+    world = Pairs(prefill_at="prefill")
+    world.steps(world.decode[0], *CROWDED)
+    world.caches(world.decode[0], 5)
+    assert at(world.place()) == ["prefill at prefill-0", "decode at decode-0"]
+
+
+def test_the_rank_with_the_fewest_requests_is_a_candidate() -> None:
+    """It has more tokens that wait only to be fetched than the other, whose steps are slow."""
+    world = Pairs()
+    world.steps(world.decode[0], *CROWDED)
+    world.steps(world.decode[1], (1, 0.010), (1, 0.010))
+    world.balancer.charge(Submit("o", "pair", 640, 10, bootstrap_room=2), 0.0, (("decode", world.decode[1]),))
+    assert world.decode[1].tokens > world.decode[0].tokens
+    assert at(world.place()) == ["prefill at prefill-0", "decode at decode-1"]
+
+
+def test_the_costs_that_are_shown_are_those_that_were_compared() -> None:
+    for crowded in (0, 1):
+        world = Pairs()
+        world.steps(world.decode[crowded], *CROWDED)
+        world.caches(world.decode[crowded], 5)
+        submit, policy = world.submit(10), world.balancer.policies["decode"]
+        assert [policy.cost(rank, submit) for rank in world.decode] == [None, None], "it was not picked for"
+        placed = world.balancer.place(submit, 0.0)
+        costs = [policy.cost(rank, submit) or 0.0 for rank in world.decode]
+        assert costs[1 - crowded] < costs[crowded] - 0.1, costs
+        assert placed.legs[-1].rank is world.decode[1 - crowded]
 
 
 def test_a_busy_prefill_rank_leaves_it_to_decode() -> None:
