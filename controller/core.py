@@ -272,10 +272,11 @@ class ControllerCore:
     def _summary(self, id: int, now: float) -> Status:
         """Return a status without ranks, events and queue."""
         methods = {str(role): method for role, method in self.config.methods.items()}
+        slos = (self.config.ttft_slo_s, self.config.tpot_slo_s) if self.late is not None else (0.0, 0.0)
         return Status(
             id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods,
             self.tally() | self._dropped(), (), uses_hashes=self.uses_hashes, scraped=self.scrapes.known(now),
-            wanted=self.wanted,
+            wanted=self.wanted, ttft_slo_s=slos[0], tpot_slo_s=slos[1],
         )  # fmt: skip
 
     def _known(self) -> list[tuple[Rank, Liveness]]:

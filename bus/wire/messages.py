@@ -936,6 +936,9 @@ class Status(_OfController, frozen=True, tag="status_is"):
     queue: QueueStatus | None = None
     total: Count = 0  # ranks in all parts of this answer; 0: not said
     requests: RequestLists | None = None  # as `events`
+    # of requests that state none: the wanted time to the first token, and per further token; 0: there is none
+    ttft_slo_s: Seconds = 0.0
+    tpot_slo_s: Seconds = 0.0
 
 
 class TraceQuery(Message, frozen=True, tag="trace"):

@@ -39,7 +39,10 @@ from pdbus.commands.common import (
     "--http", default="", metavar="[HOST:]PORT", help="Serve it as a page there, instead of showing it in the terminal."
 )
 @click.option(
-    "--ttft-slo-s", type=cli.Seconds(0), default=0.0, help="page: the line of an SLO in the chart  [default: none]"
+    "--ttft-slo-s",
+    type=cli.Seconds(0),
+    default=0.0,
+    help="page: the line of an SLO in the chart  [default: the controller's]",
 )
 @click.option("--tpot-slo-s", type=cli.Seconds(0), default=0.0, help="page: the same of time per output token.")
 @cli.log_level_option

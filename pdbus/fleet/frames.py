@@ -44,7 +44,7 @@ _JSON = msgspec.json.Encoder()
 
 class Frames:
     """The messages of one fleet. Its owner calls `add` each second; `snapshot` is of the same moment. `ttft_slo_s` and
-    `tpot_slo_s` are lines in the charts (0: none)."""
+    `tpot_slo_s` are lines in the charts (0: those of the controller, if it has any)."""
 
     def __init__(self, *, ttft_slo_s: float = 0.0, tpot_slo_s: float = 0.0, asks_broker: bool = True) -> None:
         self.history = History()
@@ -193,7 +193,7 @@ class Frames:
             "live": counts.get("requests", 0), "done": counts.get("done", 0),
             "failed": sorted(sample.failed.items(), key=lambda item: -item[1])[:NAMES],
             "refused": sorted(sample.refused.items(), key=lambda item: -item[1])[:NAMES],
-            "ttft_slo_s": self._slo_s[0], "tpot_slo_s": self._slo_s[1],
+            "ttft_slo_s": self._slo_s[0] or status.ttft_slo_s, "tpot_slo_s": self._slo_s[1] or status.tpot_slo_s,
             "slo": (lately.kept, lately.missed) if slo else None,
             "loads": any(rank.endpoint for rank in status.ranks), "events": status.events is not None,
             "requests": status.requests is not None,

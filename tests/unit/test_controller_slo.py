@@ -339,6 +339,13 @@ def test_settings_are_checked(settings: dict[str, Any], says: str) -> None:
         ControllerConfig(**settings)
 
 
+def test_a_status_says_the_slos_where_they_count() -> None:
+    slos = {"ttft_slo_s": 3.0, "tpot_slo_s": 0.5}
+    for world, said in ((SloWorld(**slos), (3.0, 0.5)), (World(**slos), (0.0, 0.0))):
+        status = world.core.status(1, 0.0)
+        assert (status.ttft_slo_s, status.tpot_slo_s) == said
+
+
 def test_the_order_of_arrival_is_as_it_was() -> None:
     world = World(prefill_method="total_tokens")
     for node in (P, D):

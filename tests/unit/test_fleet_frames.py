@@ -122,6 +122,14 @@ def test_lists_of_requests_are_sent_where_they_changed_and_all_of_them_in_a_snap
             assert whole == {"running": [row], "waiting": [], "slowest": [row]}
 
 
+def test_the_line_of_an_slo_is_the_readers_own_or_the_controllers() -> None:
+    its = sample(0.0, rank())
+    status = replace(its.status, ttft_slo_s=2.0, tpot_slo_s=0.1)
+    for own, drawn in ((0.0, (2.0, 0.1)), (0.5, (0.5, 0.1))):
+        head = event_of(Frames(ttft_slo_s=own).add(Sample(its.at, its.wall, status)))[1]["head"]
+        assert (head["ttft_slo_s"], head["tpot_slo_s"]) == drawn
+
+
 def test_names_are_in_it_as_they_are_and_a_host_is_that_of_tcp() -> None:
     _, frames = filled("hostile", 2, 5)
     body = event_of(frames.snapshot())[1]
