@@ -161,10 +161,14 @@ class Watch:
             why = f"{held / load.kv_capacity:.0%} of its KV memory is in use"
             return f"{why}, {load.kv_pinned / load.kv_capacity:.0%} is kept for other ranks" if load.kv_pinned else why
         if load.max_running and load.running > FULL * load.max_running:
-            return f"{load.running} of {load.max_running} run slots are in use, and {load.waiting} requests wait"
+            return f"{load.running} of {load.max_running} run slots are in use, and {_waiting(load.waiting)}"
         if self._untaken_since is not None and at - self._untaken_since >= HOLDS_S:
-            return f"{load.waiting} requests wait, and none was taken for {seconds(at - self._untaken_since)}"
+            return f"{_waiting(load.waiting)}, and none was taken for {seconds(at - self._untaken_since)}"
         return ""
+
+
+def _waiting(number: int) -> str:
+    return "none waits" if not number else "1 request waits" if number == 1 else f"{number} requests wait"
 
 
 def sentence_of(rank: RankStatus, condition: Condition) -> str:

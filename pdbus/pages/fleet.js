@@ -274,7 +274,7 @@ function draw() {
   verdict();
   if (fleet.seq < 0 || !fleet.head.controller) return;
   const { head } = fleet, ranks = [...fleet.ranks.values()], many = ranks.length >= MANY;
-  put($("where"), `${head.controller}, up ${age(head.uptime_s)}${Object.entries(head.methods).map(([role, method]) => `, ${role} by ${method}`).join("")}`);
+  put($("where"), `${head.controller}, up ${age(head.uptime_s)}${Object.entries(head.methods).filter(([role]) => fleet.of(role).length).map(([role, method]) => `, ${role} by ${method}`).join("")}`);
   queue();
   const alone = ranks.length > 0 && ranks.every((rank) => rank.role === "unified");
   $("flow").className = alone ? "alone" : "";

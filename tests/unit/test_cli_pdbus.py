@@ -235,13 +235,13 @@ def test_status_names_full_ranks_what_waits_and_events() -> None:
     seen = msgspec.structs.replace(seen, queue=queue, events=events)
     text = printed(seen, events=True)
     for words in (
-        "~ decode-0/0 is full: 8 of 8 run slots are in use, and 1 requests wait",
+        "~ decode-0/0 is full: 8 of 8 run slots are in use, and 1 request waits",
         "queue: the first for 2.5s, 3 for prefill+decode of m, priority 1: 1, priority 0: 2, clients/al 3",
         "decode-0/1 is lost: its connection\\x1b is gone",
     ):
         assert words in text, text
     said = as_dict(*seen_once(seen))
-    assert said["conditions"] == ["decode-0/0 is full: 8 of 8 run slots are in use, and 1 requests wait"]
+    assert said["conditions"] == ["decode-0/0 is full: 8 of 8 run slots are in use, and 1 request waits"]
     assert said["trouble"] == [], "it serves"
     assert said["controller"]["queue"]["keys"] == [["clients/al", 3]]
     assert said["controller"]["events"][0]["number"] == 7

@@ -1,0 +1,54 @@
+"""Pictures of a fleet's page in eight situations, at 8 and at 512 ranks, for readers who shall say what is wrong:
+python tests/browser/exam.py SEED FOLDER. What each picture shows is in FOLDER.key, beside the folder; the pictures'
+names tell nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
+
+from fleet_pages import ROOT, PageServer
+from fleet_sim import SITUATIONS
+from playwright.sync_api import sync_playwright
+
+SIZES = (8, 512)
+WIDTH, HEIGHT = 1440, 1000
+
+
+def main(seed: str, folder: str) -> None:
+    """Draw an order and the ranks by `seed`, and take two pictures of each: the top, and what is below."""
+    rng, to, key = random.Random(seed), Path(folder), []
+    to.mkdir(parents=True, exist_ok=True)
+    cases = list(itertools.product(SITUATIONS, SIZES))
+    rng.shuffle(cases)
+    with sync_playwright() as playwright:
+        chromium = shutil.which(os.environ.get("CHROMIUM", "chromium"))
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--disable-gpu"])
+        numbered = [(number, *case, str(rng.randrange(10**6))) for number, case in enumerate(cases, 1)]
+        for number, situation, ranks, of_seed in sorted(numbered, key=lambda each: each[2]):
+            server = PageServer(str(ROOT / "tests/support/fleet_sim.py"), situation, str(ranks), of_seed)
+            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+            page.goto(server.url)
+            page.wait_for_selector("#listed, #no-requests:not([hidden])")
+            page.wait_for_function("document.querySelector('#clock').textContent")
+            page.screenshot(path=to / f"{number:02}-a.png")
+            page.evaluate("scrollBy(0, innerHeight)")
+            page.screenshot(path=to / f"{number:02}-b.png")
+            said = page.locator("#verdict").inner_text().replace("\n", " | ")
+            key.append(f"{number:02}\t{situation}\t{ranks} ranks\t{said}")
+            print(key[-1], flush=True)
+            page.close()
+            server.close()
+        browser.close()
+    to.with_suffix(".key").write_text("\n".join(sorted(key)) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
