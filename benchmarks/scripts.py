@@ -222,7 +222,8 @@ def decode_step(*, recorded: bool = False) -> Script:
     core = RankCore("unified", 0, runner.facts, streams, runner.load)
     driver = RankDriver(core, runner, lambda action: None, lambda: NOW)
     if recorded:
-        runner.recorded(RecordQuery(1, "unified-0", 0, 60.0), NOW, 0.0)
+        runner.record_steps(core.recorder)
+        core.recorder.asked(RecordQuery(1, "unified-0", 0, 60.0), NOW, 0.0)
     for number in range(1, ROWS + 1):
         streams.attach(b"client", Attach(f"r{number}", 1), NOW)
         dispatch = Dispatch(f"r{number}", 1, "unified", 0, 1, number, 32, 32, 1000)

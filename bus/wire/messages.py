@@ -621,9 +621,9 @@ class RankStep(Message, frozen=True):
 
 
 class RankWork(Message, frozen=True):
-    """A rank's work on one request: a `chunk` of its prompt that a step computes; a `fetch` of its KV cache from a
-    prefill rank; a `read` of a part of it from a decode rank; or that it begins to `lend` or send its KV cache, which
-    takes no time here.
+    """A rank's work on one request: a `chunk` of its prompt that a step computes, or where steps are not said, its
+    whole `prompt` since it came; a `fetch` of its KV cache from a prefill rank; a `read` of a part of it from a decode
+    rank; or that it begins to `lend` or send its KV cache, which takes no time here.
 
     `tokens` of the prompt are concerned; of a chunk, `before` are computed before it and the prompt has
     `prompt_tokens`. The rank at the other end of a fetch or read is `instance/dp_rank`.
@@ -656,6 +656,7 @@ class RecordReply(Message, frozen=True, tag="recorded"):
     offset_us: int = 0  # how far the rank's clock is ahead of the controller's,
     rtt_us: int = 0  # known to within half of this; -1: not known
     epoch: Count = 0  # the start of the rank that answered: each numbers its own
+    no_steps: bool = False  # the rank's engine does not say its steps; its work is said, as far as it knows it
 
 
 # --- client <-> controller (DEALER -> ROUTER) ----------------------------------------------------------------

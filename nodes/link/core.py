@@ -41,6 +41,7 @@ from nodes.link.leg import Identity, Leg, Legs, LegState, identity_of, leg_of
 from nodes.link.puller import KvPuller, unfetched
 from nodes.link.read_back import KvLender, KvReader
 from nodes.link.record import LegRecord, record_of, trace_events_of
+from nodes.link.recorder import Recorder
 from nodes.link.reports import Reports
 from nodes.link.runner import (
     Began,
@@ -88,6 +89,7 @@ class RankCore:
         self.reports = Reports()
         self.draining = False
         self.history: History[LegRecord] = History(LegRecord, limits.trace_bytes)
+        self.recorder = Recorder()
         self.spans = False  # whether legs that are traced have a span, which the shell exports
         self.puller = KvPuller(facts, self.counts, self._end)
         self.reader = KvReader(facts, self.counts)
@@ -260,6 +262,8 @@ class RankCore:
             case Held():
                 leg.step("held")
                 leg.add_event("held", now)
+                if self.recorder.on:
+                    self.recorder.computed(leg, now)
                 self._started(leg, now)
                 leg.first_logprobs = event.first_logprobs
                 return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
@@ -273,11 +277,18 @@ class RankCore:
                 leg.add_event("read", now, f"{event.tokens} tokens of the decode rank" if event.tokens else "nothing")
                 if event.tokens and event.seconds:
                     self._count_fetch(event.tokens, event.seconds)
+                    if self.recorder.on:
+                        self.recorder.read(leg, now, event.seconds, event.tokens)
                 return self.reader.done(leg)
             case Lent():
+                if self.recorder.on and event.blocks:
+                    self.recorder.lent(leg, now, event.blocks * self.facts.block_tokens)
                 return self.lender.lent(leg, event.blocks, event.handle, event.valid_s, now)
             case Fetched():
-                self._count_fetch(leg.prompt_tokens - event.cached_tokens, event.seconds)
+                tokens = leg.prompt_tokens - event.cached_tokens
+                self._count_fetch(tokens, event.seconds)
+                if self.recorder.on:
+                    self.recorder.fetched(leg, now, event.seconds, tokens)
                 leg.cached_tokens = event.cached_tokens
                 leg.add_event("fetched", now, f"{event.cached_tokens} tokens were here" if event.cached_tokens else "")
                 return self.puller.done(leg)
@@ -290,6 +301,8 @@ class RankCore:
     def tick(self, now: float) -> list[Action]:
         """Handle deadlines, signs of life of ranks at the other end, and legs whose output is not read. Call it a few
         times a second."""
+        if self.recorder.on:
+            self.recorder.tick(now)
         actions = self._make_room(now)
         for leg in self.legs:
             if leg.deadline is not None and now >= leg.deadline:

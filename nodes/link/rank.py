@@ -126,6 +126,8 @@ class LinkedRank:
         self.log = get_logger("node").bind(rank=f"{config.instance}/{dp_rank}")
         self.core = RankCore(config.role, dp_rank, runner.facts, host.streams, runner.load, config.limits)
         self.core.spans = host.spans is not None
+        if (record_steps := getattr(runner, "record_steps", None)) is not None:
+            record_steps(self.core.recorder)
         self.publisher = PublisherCore(
             instance=config.instance,
             dp_rank=dp_rank,
@@ -165,7 +167,7 @@ class LinkedRank:
         running, clients = self.core.running()
         return hello_of(
             host.config, self.runner.facts, self.dp_rank, self.epoch, self.state, host.endpoint,
-            running=running, started_us=self.started_us, clients=clients, records=hasattr(self.runner, "recorded"),
+            running=running, started_us=self.started_us, clients=clients, records=True,
         )  # fmt: skip
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
@@ -212,13 +214,8 @@ class LinkedRank:
         return self.core.recall(rid, self.wall_s)
 
     def recorded(self, query: RecordQuery) -> RecordReply:
-        """Let the runner record what it does, and return what it has recorded. A runner that cannot returns nothing:
-        the rank's hello says so."""
-        recorded = getattr(self.runner, "recorded", None)
-        if recorded is None:
-            return RecordReply(query.id, records=False)
-        reply: RecordReply = recorded(query, self._host.now, self.wall_s)
-        return reply
+        """Record what this rank does for a while, and return what is recorded."""
+        return self.core.recorder.asked(query, self._host.now, self.wall_s)
 
     def superseded(self, why: str) -> None:
         """Leave with the whole process, because a controller says that a later start of this rank has taken its

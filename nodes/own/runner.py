@@ -11,8 +11,9 @@ from collections import deque
 
 from bus.runtime.logs import get_logger
 from bus.wire.hashing import block_hashes, root_of
-from bus.wire.messages import Load, RecordQuery, RecordReply, TokenLogprobs
+from bus.wire.messages import Load, TokenLogprobs
 from nodes.link.leg import Leg
+from nodes.link.recorder import Recorder
 from nodes.link.runner import (
     Began,
     CacheChanged,
@@ -32,9 +33,8 @@ from nodes.link.runner import (
 from nodes.own.engines.base import Engine, EngineSpec, StepResult
 from nodes.own.kv_events import MAX_BLOCKS, KvEventLog
 from nodes.own.receiver import FetchFailed, KvReceiver, Span, window_for
-from nodes.own.recorder import Recorder
 from nodes.own.scheduler import Scheduler
-from nodes.own.sequence import Sequence
+from nodes.own.sequence import Phase, Sequence
 
 DAMAGED = "the model's answer is no number: its weights, or the KV cache of this request, are damaged"
 READ_STALL_S = 0.5  # for blocks that are read back: what does not come is computed
@@ -76,8 +76,8 @@ class OwnRunner:
         self.scheduler = scheduler
         self.facts = facts_of(engine.spec, scheduler.max_running, decode_cache=decode_cache, reads_back=reads_back)
         self._kv_events = kv_events
-        self._recorder = Recorder()
-        self._turned_at = self._step_began = 0.0
+        self._recorder = Recorder()  # one that is never on
+        self._step_began = 0.0
         window = window_for(engine.spec.block_bytes)
         self._fetches = KvReceiver(window=window)
         self._reads = KvReceiver(window=window, stall_s=READ_STALL_S)
@@ -160,7 +160,6 @@ class OwnRunner:
     def turn(self, now: float) -> None:
         """Submit the next step to the engine, if none runs; begin to fetch the KV caches of decode legs that were
         admitted; emit which prompts began and how the cache changed."""
-        self._turned_at = now
         plan = self.scheduler.plan()
         if plan is not None:
             self._step_began = now
@@ -182,10 +181,10 @@ class OwnRunner:
         if self._kv_events is not None and (events := self.scheduler.pool.take_events()):
             self._emit(CacheChanged(self._kv_events.messages(events, time.time())))
 
-    def recorded(self, query: RecordQuery, now: float, wall_s: float) -> RecordReply:
-        """Record steps, chunks and KV transfers for a while, and return those that are recorded. `wall_s` is added to
-        the clock to get seconds since 1970."""
-        return self._recorder.asked(query, now, wall_s)
+    def record_steps(self, recorder: Recorder) -> None:
+        """Record steps, and chunks of prompts, while `recorder` is on. The link calls it once."""
+        self._recorder = recorder
+        recorder.has_steps = True
 
     def restate_cache(self) -> None:
         """Publish the whole cache again, MAX_BLOCKS blocks with each tick: a controller does not know it."""
@@ -203,8 +202,6 @@ class OwnRunner:
         cache if `restate_cache` was called."""
         if self._restating and self._kv_events is not None:
             self._restate(self._kv_events)
-        if self._recorder.on:
-            self._recorder.tick(now)
         for sequence in list(self._fetching.values()):
             assert sequence.leg is not None
             try:
@@ -240,9 +237,6 @@ class OwnRunner:
                 return
             assert leg.handle is not None
             self.scheduler.start(leg.seq, leg.handle.first_token)
-            if self._recorder.on:
-                fetched = leg.prompt_tokens - sequence.cached_tokens
-                self._recorder.worked("fetch", leg, sequence.fetch_began, now, fetched)
             self._emit(Fetched(leg, now - sequence.fetch_began, sequence.cached_tokens))
 
     def _pull(self, leg: Leg, spans: list[Span]) -> None:
@@ -290,8 +284,6 @@ class OwnRunner:
         assert leg is not None
         sequence.missing, sequence.unasked = {}, range(0)
         tokens = self.scheduler.has_read(leg.seq, blocks)
-        if self._recorder.on and tokens:
-            self._recorder.worked("read", leg, sequence.fetch_began, now, tokens)
         self._emit(HasRead(leg, tokens, now - sequence.fetch_began))
 
     def lend(self, leg: Leg) -> None:
@@ -299,10 +291,7 @@ class OwnRunner:
         size = self.facts.block_tokens
         blocks = (leg.prompt_tokens - 1) // size
         hashes = block_hashes(leg.prompt[: blocks * size], size, root_of(leg.params.cache_salt))
-        lent = self.scheduler.lend(leg.seq, hashes)
-        if self._recorder.on and lent:
-            self._recorder.worked("lend", leg, self._turned_at, self._turned_at, lent * size)
-        self._emit(Lent(leg, lent))
+        self._emit(Lent(leg, self.scheduler.lend(leg.seq, hashes)))
 
     def reclaim(self, leg: Leg) -> None:
         """Keep it no longer."""
@@ -312,7 +301,7 @@ class OwnRunner:
 
     def _stepped(self, result: StepResult) -> None:
         if self._recorder.on:
-            self._recorder.stepped(self.scheduler, result, self._step_began)
+            self._record(result)
         if result.error:
             log.error("step.failed", step=result.number, error=result.error)
         if result.damaged:
@@ -333,6 +322,20 @@ class OwnRunner:
                 emit(Finished(leg, "stop" if finish == "stop" else "length"))
         self._output_tokens += made
         emit(Stepped(result.duration_s))
+
+    def _record(self, result: StepResult) -> None:
+        """Record a step, before the scheduler accounts for it."""
+        scheduler, began, seconds = self.scheduler, self._step_began, result.duration_s
+        fed = scheduler.in_step  # those that decode come first
+        rows, prompt_tokens = len(fed), 0
+        if fed[-1].phase is Phase.PROMPT:
+            prompts = [sequence for sequence in fed if sequence.phase is Phase.PROMPT]
+            rows -= len(prompts)
+            prompt_tokens = sum(sequence.fed for sequence in prompts)
+            for sequence in prompts:
+                assert sequence.leg is not None
+                self._recorder.chunk(sequence.leg, began, seconds, sequence.fed, sequence.computed)
+        self._recorder.steps.append((result.number, began, seconds, rows, prompt_tokens, scheduler.kv_tokens))
 
 
 def _output(leg: Leg, token: int, logprobs: TokenLogprobs | None) -> Output:

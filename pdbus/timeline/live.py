@@ -1,7 +1,8 @@
 """Records a live cluster for a timeline: steps and work as its ranks say them, their loads, and queue and events of
 their controller. Owns the questions and what came of them; a rank is asked through its controller.
 
-Ranks record while they are asked. A rank whose engine does not say its steps, such as vLLM's, has its load alone.
+Ranks record while they are asked. A rank whose engine does not say its steps, such as vLLM's, says
+prompts and KV transfers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import Event
 
@@ -23,7 +24,8 @@ MANY = 64
 LEASE_S = 4.0  # ranks record for so long after the last question
 ANSWER_S = 2.0  # to wait for an answer: longer than a controller waits for a rank
 
-NOT_RECORDED = "its engine, or its version, does not say its steps: here is its load alone, each {:g} s"
+NOT_RECORDED = "its version does not say what it does: here is its load alone, each {:g} s"
+NO_STEPS = "its engine does not say its steps: here are prompts from their coming on, KV transfers, and its load"
 SILENT = "it did not answer {} of {} questions"
 
 
@@ -39,7 +41,7 @@ class _Rank:
     silent: int = 0
     lost: int = 0  # steps and work that it no longer had
     records: bool = True
-    answers: list[RecordReply] = field(default_factory=list)
+    no_steps: bool = False
 
 
 @dataclass(slots=True)
@@ -128,6 +130,8 @@ class LiveRecording:
             notes = []
             if not rank.records:
                 notes.append(NOT_RECORDED.format(self.poll_s))
+            if rank.no_steps:
+                notes.append(NO_STEPS)
             if rank.silent:
                 notes.append(SILENT.format(rank.silent, rank.asked))
             if rank.lost:
@@ -192,6 +196,7 @@ class LiveRecording:
             if rank.steps_from or rank.work_from:  # another start: its numbers begin again
                 rank.steps_from = rank.work_from = 0
                 return True
+        rank.no_steps = reply.no_steps
         track = rank.track
         track.offset_us, track.rtt_us = reply.offset_us, reply.rtt_us
         if rank.work_from:

@@ -2,9 +2,9 @@
 
 A rank is a process: its steps are slices of one thread, chunks of prompts and KV transfers those of further threads, as
 many as run at once; the decode batch, KV tokens and load are counters. A transfer is an arrow to its slice, from what
-its source last did for the request: the last chunk of its prompt, or that it began to lend or send it. An arrow is
-drawn from the end of its first slice to the beginning of its second, so no transfer begins before its source was ready:
-one that does by the two clocks is cut, and says by how much.
+its source last did for the request: the last chunk of its prompt (or the prompt, where chunks are not said), or that it
+began to lend or send its KV cache. An arrow is drawn from the end of its first slice to the beginning of its second, so
+no transfer begins before its source was ready: one that does by the two clocks is cut, and says by how much.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ ABOUT = 1  # the process with the notes
 ROUNDING_US = 1  # no slice is shorter
 IDLE_US = 20_000  # a rank that begins no step for so long has an empty batch
 ROLES = {"prefill": 0, "unified": 1, "decode": 2}
+WORK = {"chunk": "prefill chunks", "prompt": "prompts", "lend": "KV out"}
+SOURCES = ("lend", "chunk", "prompt")  # of arrows: the first that is known of a request
 TRANSFERS = {"fetch": "KV", "read": "KV read back"}
 
 
@@ -158,25 +160,23 @@ class TraceEvents:
             batch.append((began_us, step.decode_rows))
             if next_us - end_us > IDLE_US:
                 batch.append((end_us, 0))
-        chunks = _Threads(pid, "prefill chunks", self._numbers)
-        sends = _Threads(pid, "KV out", self._numbers)
+        threads = {what: _Threads(pid, name, self._numbers) for what, name in WORK.items()}
         for work in sorted(rank.work, key=lambda work: work.began_us):
-            if work.what in TRANSFERS:
+            if work.what not in WORK:
                 continue
             began_us = work.began_us - rank.offset_us
             end_us = began_us + max(1, work.duration_us)
-            threads = chunks if work.what == "chunk" else sends
-            tid = threads.take(began_us, end_us)
+            tid = threads[work.what].take(began_us, end_us)
             args = {"tokens": work.tokens}
             if work.what == "chunk":
                 args |= {"before": work.before, "prompt": work.prompt_tokens}
             yield self._slice(pid, tid, began_us, end_us, work.rid, work.what, args)
-            if work.what == "lend" or work.before + work.tokens >= work.prompt_tokens:
+            if work.what != "chunk" or work.before + work.tokens >= work.prompt_tokens:
                 key = rank.name, work.rid, work.attempt, work.what
                 self._sources.setdefault(key, []).append(_Source(pid, tid, began_us, end_us, rank.rtt_us))
         yield from lines.named()
-        yield from chunks.named()
-        yield from sends.named()
+        for each in threads.values():
+            yield from each.named()
         if steps:
             yield from self._counter(pid, "decode batch", batch)
             yield from self._counter(pid, "KV tokens", [(s.began_us - rank.offset_us, s.kv_tokens) for s in steps])
@@ -217,7 +217,7 @@ class TraceEvents:
         """Return the last slice of the other rank that made the transfer possible: the latest that began before its
         end, or else the first. None: it was not recorded."""
         of = f"{work.instance}/{work.dp_rank}", work.rid, work.attempt
-        known = self._sources.get((*of, "lend")) or self._sources.get((*of, "chunk"), [])
+        known = next((found for what in SOURCES if (found := self._sources.get((*of, what)))), [])
         return next((source for source in reversed(known) if source.began_us < end_us), known[0] if known else None)
 
     def _cut(self, cut_us: int, *rtts_us: int) -> None:

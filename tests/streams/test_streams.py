@@ -188,11 +188,11 @@ def test_record(record: Record) -> None:
 
 
 def test_recorded(record: Record) -> None:
-    assert any(each.steps for each in record.of(messages.RecordReply, CONTROLLER)), "no rank said its steps"
+    assert any(each.work for each in record.of(messages.RecordReply, CONTROLLER)), "no rank said what it did"
 
 
 def test_recorded_to_a_client(record: Record) -> None:
-    assert any(each.steps for each in record.of(messages.RecordReply, CLIENT)), "the viewer did not get them"
+    assert any(each.work for each in record.of(messages.RecordReply, CLIENT)), "the viewer did not get it"
 
 
 def test_refused_to_a_node(record: Record) -> None:

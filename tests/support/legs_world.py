@@ -103,6 +103,8 @@ class Rank:
             self.engine, self.scheduler, decode_cache=decode_cache, reads_back=reads_back
         )
         self.core = RankCore(role, 0, self.runner.facts, self.streams, self.runner.load, limits)
+        if hasattr(self.runner, "record_steps"):
+            self.runner.record_steps(self.core.recorder)
         self.driver = RankDriver(self.core, self.runner, self._do, world.clock)
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, Tokens] = {}

@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from bus.errors import PeerLost, RequestFailed
 from bus.wire.codes import Code
@@ -67,8 +68,7 @@ class Controller:
         self.asked.append((key, lease_s, steps_from, work_from))
         reply = self.reply(steps_from)
         if isinstance(reply, RecordReply):
-            reply = RecordReply(*(getattr(reply, name) for name in RecordReply.__struct_fields__[:7]),
-                                now_us() + AHEAD_US, reply.offset_us, reply.rtt_us, reply.epoch or 1)  # fmt: skip
+            reply = replace(reply, at_us=now_us() + AHEAD_US, epoch=reply.epoch or 1)
         return _done(reply)
 
 
@@ -170,6 +170,14 @@ def test_what_another_reader_had_recorded_before_is_left_out(controller: Control
     assert (track.offset_us, track.rtt_us) == (ahead_us, 8)
 
 
+def test_an_engine_that_does_not_say_its_steps_is_said(controller: Controller) -> None:
+    recording = begun(controller)
+    controller.reply = lambda steps_from: RecordReply(1, no_steps=True)
+    recording.poll()
+    (track,) = recording.done().ranks
+    assert track.note.startswith("its engine does not say its steps: here are prompts")
+
+
 def test_ranks_that_do_not_record_or_answer_are_said(controller: Controller) -> None:
     recording = begun(controller, rank(0), rank(1), rank(2))
     outcomes: list[RecordReply | Exception] = [
@@ -180,7 +188,7 @@ def test_ranks_that_do_not_record_or_answer_are_said(controller: Controller) -> 
     recording.poll()
     recording.poll()
     assert [track.note for track in recording.done().ranks] == [
-        "its engine, or its version, does not say its steps: here is its load alone, each 0.5 s",
+        "its version does not say what it does: here is its load alone, each 0.5 s",
         "it did not answer 2 of 2 questions",
         "",
     ]  # fmt: skip

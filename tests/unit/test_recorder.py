@@ -17,15 +17,15 @@ from bus.wire.messages import (
     RecordQuery,
     RecordReply,
 )
-from nodes.own import recorder
-from nodes.own.recorder import Recorder
+from nodes.link import recorder
+from nodes.link.recorder import Recorder
 
 WALL_S = 1_000_000.0
 
 
 def ask(rank: Rank, lease_s: float = 5.0, steps_from: int = 0, work_from: int = 0) -> RecordReply:
     query = RecordQuery(3, rank.name, 0, lease_s, steps_from, work_from)
-    reply: RecordReply = rank.runner.recorded(query, rank.world.now, WALL_S)
+    reply = rank.core.recorder.asked(query, rank.world.now, WALL_S)
     assert reply.id == 3
     return reply
 
@@ -85,6 +85,24 @@ def test_what_a_prefill_rank_reads_back_has_a_beginning_at_the_decode_rank(
     assert lend.began_us <= read.began_us
 
 
+def test_of_an_engine_that_does_not_say_its_steps_prompts_and_transfers_are_known(
+    world: World, pair: tuple[Rank, Rank]
+) -> None:
+    for rank in pair:
+        rank.runner.record_steps(Recorder())  # it says them to another
+        rank.core.recorder.has_steps = False
+        assert ask(rank).no_steps
+    came_us = round((WALL_S + world.now) * 1e6)
+    start(pair, "r", max_tokens=6)
+    world.run(1.0)
+    prefill, decode = map(ask, pair)
+    assert (prefill.steps, decode.steps) == ((), ())
+    (prompt,), (fetch,) = prefill.work, decode.work
+    assert (prompt.what, prompt.rid, prompt.began_us, prompt.tokens) == ("prompt", "r", came_us, len(PROMPT))
+    assert (fetch.what, fetch.rid, fetch.instance, fetch.tokens) == ("fetch", "r", "p", len(PROMPT))
+    assert came_us < prompt.began_us + prompt.duration_us <= fetch.began_us
+
+
 def test_nothing_is_recorded_before_a_question_and_after_its_lease(world: World, pair: tuple[Rank, Rank]) -> None:
     start(pair, "r", max_tokens=4)
     world.run(1.0)
@@ -94,7 +112,7 @@ def test_nothing_is_recorded_before_a_question_and_after_its_lease(world: World,
     world.run(1.0)
     assert all(ask(rank, 0.0).steps for rank in pair), "a question without a lease is answered"
     world.run(1.5)
-    assert not any(rank.runner._recorder.on for rank in pair), "and does not extend the recording"
+    assert not any(rank.core.recorder.on for rank in pair), "and does not extend the recording"
     start(pair, "t", [*PROMPT, 8], max_tokens=4, bootstrap_room=7)
     world.run(1.0)
     for rank in pair:
@@ -133,25 +151,15 @@ def test_numbers_of_work_go_on_in_the_next_recording(world: World, pair: tuple[R
     assert later.steps[0].number == had.steps[-1].number + 1
 
 
-class _Scheduler:
-    """As many sequences as a step of decoding has."""
-
-    kv_tokens = 5
-
-    def __init__(self, rows: int) -> None:
-        self.in_step = [type("Row", (), {"phase": None})()] * rows
-
-
 def filled(steps: int, works: int) -> Recorder:
     found = Recorder()
     found.asked(RecordQuery(1, "d", 0, 9.0), 0.0, 0.0)
-    scheduler: Any = _Scheduler(32)
     for number in range(1, steps + 1):
-        found.stepped(scheduler, type("Result", (), {"number": number, "duration_s": 0.01})(), number / 100)  # type: ignore
+        found.steps.append((number, number / 100, 0.01, 32, 0, 5))
     for number in range(works):
         leg: Any = type("Leg", (), {"rid": str(number), "attempt": 1, "kv_attempt": 2, "prompt_tokens": 9,
                                     "location": Location("p", 3, 1, "")})()  # fmt: skip
-        found.worked("fetch", leg, number / 100, number / 100 + 0.001, 7)
+        found.fetched(leg, number / 100 + 0.001, 0.001, 7)
     return found
 
 
@@ -183,5 +191,5 @@ def test_an_answer_fits_in_a_frame() -> None:
     step = RankStep(*(most,) * 6)
     work = RankWork("\U0001f600" * 32, "\U0001f600" * 128, 10**6, *(most,) * 5, "\U0001f600" * 64, 4095)
     reply = RecordReply(most, (step,) * MAX_STEPS_PER_MESSAGE, (work,) * MAX_WORK_PER_MESSAGE, most, True, True, True,
-                        most, -most, most)  # fmt: skip
+                        most, -most, most, most, True)  # fmt: skip
     encode(reply)  # an error where it is too large

@@ -109,6 +109,19 @@ def test_a_transfer_that_was_over_before_its_source_was_ready_still_follows_it()
     assert fetch["dur"] == 1
 
 
+def test_where_chunks_are_not_said_an_arrow_starts_at_the_prompt() -> None:
+    timeline = pair()
+    timeline.ranks[1].steps.clear()
+    timeline.ranks[1].work[:] = [RankWork("prompt", "r", 1, 6_000, 24_000, 100), RankWork("new word", "r", 1, 1, 2, 3)]
+    events, made = events_of(timeline)
+    (prompt,) = (each for each in events if each.get("cat") == "prompt")
+    start = next(each for each in events if each["ph"] == "s")
+    assert [start[key] for key in ("pid", "tid", "ts")] == [prompt[key] for key in ("pid", "tid", "ts")]
+    assert made.counts.flows == 1
+    assert "new word" not in {each.get("cat") for each in events}, "a word of a later version"
+    check_slices_and_arrows(events)
+
+
 def test_a_source_that_was_not_recorded_gives_no_arrow_and_clocks_not_known_are_named() -> None:
     timeline = pair(rtt_us=-1)
     timeline.ranks[1].work.clear()

@@ -144,5 +144,5 @@ ENGINES = {
     "smollm2": RANK,
     "sglang": frozenset(f"publications/{tag}" for tag in ("load", "rooms", "member"))
     | {"acknowledgements", "to_broker/query", "to_broker/topology"},  # all that the plugin sends
-    "vllm": RANK - {"from_node_data/kv_block", "node_to_controller/recorded"},  # NIXL; it says no steps
+    "vllm": RANK - {"from_node_data/kv_block"},  # its KV caches travel by NIXL
 }
