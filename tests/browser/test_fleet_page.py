@@ -19,15 +19,15 @@ SAID = {
     "old": "✓ All is well", "hidden": "✓ All is well", "hostile": "✓ All is well",
 }  # fmt: skip
 LOOKED_AT = ("slow", "empty", "hostile")  # and below
-Start = Callable[[str, int], PageServer]
+Start = Callable[..., PageServer]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     made: list[PageServer] = []
 
-    def begin(situation: str, ranks: int) -> PageServer:
-        made.append(PageServer(WORLD, situation, str(ranks)))
+    def begin(situation: str, ranks: int, world: str = WORLD, *more: str) -> PageServer:
+        made.append(PageServer(world, situation, str(ranks), *more))
         return made[-1]
 
     yield begin
@@ -50,6 +50,21 @@ def test_a_situation_is_said_at_the_top(situation: str, start: Start, visit: Go)
         expect(seen.page.get_by_text(f"on {HOSTILE}").first).to_be_visible()
     if situation in LOOKED_AT:
         seen.look(f"fleet {situation}")
+
+
+@pytest.mark.parametrize(
+    ("situation", "said", "word"),
+    [
+        ("slow link", "▲ KV caches come slowly to 1 decode rank", "slow link"),
+        ("cold cache", "▲ The prefix cache of 1 prefill rank is cold", "cold cache"),
+    ],
+)
+def test_a_simulated_fleet_says_it_too(situation: str, said: str, word: str, start: Start, visit: Go) -> None:
+    page = (seen := visit(start(situation, 8, str(ROOT / "tests" / "support" / "fleet_sim.py"), "1").url)).page
+    expect(headline(page)).to_have_text(said)
+    expect(page.locator(".tile.poor")).to_have_count(1)
+    expect(page.locator(".tile.poor .state")).to_have_text(word)
+    seen.look(f"fleet {situation}")
 
 
 def test_a_queue_in_front_of_512_ranks_and_a_rank_by_keyboard(start: Start, visit: Go) -> None:
