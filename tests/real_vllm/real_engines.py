@@ -92,7 +92,7 @@ def said_alone(folder: Path, asked: list[dict[str, Any]]) -> list[Any]:
     (folder / "cases").write_text(json.dumps({"model": str(hugging_face()), "engine": engine, "cases": asked}))
     command = [sys.executable, str(Path(__file__).parent / "alone.py"), str(folder / "cases"), str(folder / "answers")]
     env = {**os.environ, **ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}  # all in one process
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S + 6 * len(asked))
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[Any] = json.loads((folder / "answers").read_text())
     return found
