@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from bus.wire.hashing import unpack_hashes
@@ -17,10 +18,10 @@ GUESS_S = 1e-4  # of a prompt token, before any report shows its pace
 
 
 class _Pair(NamedTuple):
-    """A pair, wherever it decodes: its prefill rank, the seconds of a prompt token, those until that rank has computed
-    the prompt, and the tokens of it that it caches."""
+    """A pair, wherever it decodes: its prefill rank (None: there is none), the seconds of a prompt token, those until
+    that rank has computed the prompt, and the tokens of it that it caches."""
 
-    prefill: RankLoad
+    prefill: RankLoad | None
     pace_s: float
     computed_s: float
     cached: int
@@ -42,7 +43,8 @@ class LeastCost(CacheAware):
     """
 
     unit = "seconds"
-    _about: tuple[Submit, _Pair | None] | None = None  # of the last pick
+    _about: tuple[Submit, _Pair] | None = None  # of the last pick
+    _pace_s = GUESS_S  # of the last pair that had a prefill rank
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         if not (request.block_hashes and self.costs.undecided is request):
@@ -63,7 +65,7 @@ class LeastCost(CacheAware):
             if rank is None:  # none of them is a candidate
                 break
             candidates.append((rank, depth * size))
-        chosen, least = best, (float("inf"), 0, 0)
+        chosen, least = best, (inf, 0, 0)
         for rank, cached in candidates:
             cost = self._cost(rank, request, cached, harm_s), rank.requests, rank.last_turn
             if cost < least:
@@ -78,7 +80,7 @@ class LeastCost(CacheAware):
     def prefill_here(self, rank: RankLoad, request: Submit) -> bool:
         about = self._about
         pair = about[1] if about is not None and about[0] is request else self._pair(rank, request)
-        if pair is None:
+        if pair.prefill is None:
             self.predicted = None
             return True
         cached = self.costs.cached(rank, request)
@@ -93,23 +95,27 @@ class LeastCost(CacheAware):
         tokens = self.costs.readable(rank, request) - self.costs.cached(prefill, request)
         return self._saved_s(rank, prefill, tokens, self.costs.pace(prefill) or GUESS_S) > 0.0
 
-    def _pair(self, rank: RankLoad, request: Submit) -> _Pair | None:
-        """Return what `request` would find as a pair with a decode rank like `rank`; None: no prefill rank is there."""
+    def _pair(self, rank: RankLoad, request: Submit) -> _Pair:
+        """Return what `request` would find as a pair with a decode rank like `rank`."""
         costs = self.costs
         prefill = costs.choice("prefill", request) or costs.view("prefill", rank.info.model).least(Metric.TOKENS)
         if prefill is None:
-            return None
-        pace_s, cached = costs.pace(prefill) or GUESS_S, costs.cached(prefill, request)
+            return _Pair(None, self._pace_s, inf, 0)
+        self._pace_s = pace_s = costs.pace(prefill) or GUESS_S
+        cached = costs.cached(prefill, request)
         return _Pair(prefill, pace_s, pace_s * (costs.queued(prefill) + request.prompt_tokens - cached), cached)
 
     def _seconds(self, rank: RankLoad, pair: _Pair, request: Submit, cached: int, readable: int) -> tuple[float, float]:
         """Return the seconds until the first token: with all of it at `rank`, and as a pair. `rank` has `cached` tokens
         of the prompt, of which another rank can read those that are `readable`."""
-        lacks = request.prompt_tokens - cached
-        there_s = pair.computed_s + lacks * self.costs.link_s(pair.prefill, rank)
-        if cached > pair.cached and rank.info.reads_back and pair.prefill.info.reads_back:
-            there_s -= max(0.0, self._saved_s(rank, pair.prefill, readable - pair.cached, pair.pace_s))
-        return pair.pace_s * (self.costs.queued(rank) + lacks), there_s
+        lacks, prefill = request.prompt_tokens - cached, pair.prefill
+        here_s = pair.pace_s * (self.costs.queued(rank) + lacks)
+        if prefill is None:
+            return here_s, inf
+        there_s = pair.computed_s + lacks * self.costs.link_s(prefill, rank)
+        if cached > pair.cached and rank.info.reads_back and prefill.info.reads_back:
+            there_s -= max(0.0, self._saved_s(rank, prefill, readable - pair.cached, pair.pace_s))
+        return here_s, there_s
 
     def _delay_s(self, rank: RankLoad, pair: _Pair, lacks: int) -> float:
         """Return what it counts that `rank` computes so many tokens while its requests wait for their next ones."""
@@ -123,10 +129,8 @@ class LeastCost(CacheAware):
         """Return the seconds that the request costs at `rank`, by the cheaper of the two ways, and decoded there."""
         assert self._about is not None
         pair, cached = self._about[1], min(cached, request.prompt_tokens - 1)
-        first_s = 0.0
-        if pair is not None:
-            here_s, there_s = self._seconds(rank, pair, request, cached, cached)
-            first_s = min(here_s + self._delay_s(rank, pair, request.prompt_tokens - cached), there_s)
+        here_s, there_s = self._seconds(rank, pair, request, cached, cached)
+        first_s = min(here_s + self._delay_s(rank, pair, request.prompt_tokens - cached), there_s)
         return first_s + DELAY * TO_COME * (self.costs.step_s(rank, request.prompt_tokens) + rank.requests * harm_s)
 
     def _saved_s(self, rank: RankLoad, prefill: RankLoad, tokens: int, pace_s: float) -> float:

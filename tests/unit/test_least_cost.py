@@ -267,6 +267,9 @@ def test_without_a_ready_prefill_rank_decode_does_it_all() -> None:
     world = Pairs()
     world.table.set_ready(world.prefill, False)
     assert at(world.place()) == ["unified at decode-0"]
+    world.caches(world.decode[1], 9)
+    world.busy(world.decode[1], 3, 60)
+    assert at(world.place()) == ["unified at decode-1"], "where there is the least to compute"
     world = Pairs("total_requests")
     world.table.set_ready(world.prefill, False)
     placed = world.place()
