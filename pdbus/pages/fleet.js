@@ -20,7 +20,7 @@ const KINDS = {
 const is = (count) => (count === 1 ? "is" : "are");
 
 const fleet = new Fleet();
-const choice = { figure: "estimated requests", rank: null, rows: ROWS, sort: "estimated requests", up: false, find: "" };
+const choice = { figure: "estimated requests", rank: null, rows: ROWS, sort: "state", up: false, find: "" };
 const boxes = {};
 let trouble = "", series = null, seriesAt = 0, end = null, hint = "";
 
@@ -128,7 +128,7 @@ function queue() {
   if (body.dataset.shown === key) return;
   body.dataset.shown = key;
   if (!its || !waits) { body.replaceChildren(); return; }
-  const kinds = its.kinds.map(([model, roles, requests, pinned]) => [`${roles.join("+")}${model ? ` of ${model}` : ""}${pinned ? " (chosen)" : ""}`, requests]);
+  const kinds = its.kinds.map(([model, roles, requests, pinned]) => [`${roles.join(" + ")}${model ? ` of ${model}` : ""}${pinned ? " (chosen)" : ""}`, requests]);
   body.replaceChildren(table(["for ranks of", "requests"], kinds),
     ...(its.priorities.length > 1 ? [table(["priority", "requests"], its.priorities.map(([priority, requests]) => [String(priority), requests]))] : []),
     ...(its.keys.some(([name]) => name) ? [table(["key", "requests"], its.keys.map(([name, requests]) => [name || "(none)", requests]))] : []));
@@ -186,12 +186,13 @@ function detail() {
 // --- the table -------------------------------------------------------------------------------------------------------
 
 function ranksTable(ranks) {
-  const { of } = CHOICES[choice.sort], body = $("table").tBodies[0], heads = $("table").tHead;
+  const body = $("table").tBodies[0], heads = $("table").tHead, odd = (rank) => (stateOf(rank).mark ? 1 : 0);
+  const by = choice.sort === "state" ? [odd, CHOICES[choice.figure].of] : [CHOICES[choice.sort].of];
   const found = ranks.filter((rank) => rank.name.includes(choice.find) || rank.host.includes(choice.find) || stateOf(rank).word.includes(choice.find));
-  found.sort((a, b) => (choice.up ? 1 : -1) * ((of(a) ?? -1) - (of(b) ?? -1)));
+  found.sort((a, b) => (choice.up ? 1 : -1) * (by.map((of) => (of(a) ?? -1) - (of(b) ?? -1)).find(Boolean) ?? 0));
   if (!heads.rows.length || heads.dataset.sort !== choice.sort + choice.up) {
     heads.dataset.sort = choice.sort + choice.up;
-    heads.replaceChildren(el("tr", {}, el("th", { scope: "col" }, "rank"), el("th", { scope: "col" }, "state"), ...COLUMNS.map((name) =>
+    heads.replaceChildren(el("tr", {}, el("th", { scope: "col" }, "rank"), ...["state", ...COLUMNS].map((name) =>
       el("th", { scope: "col", class: kindOf(name), "aria-sort": name === choice.sort ? (choice.up ? "ascending" : "descending") : "none" },
         el("button", { type: "button", click: () => { choice.up = choice.sort === name && !choice.up; choice.sort = name; draw(); } }, `${name}${name === choice.sort ? (choice.up ? " ▲" : " ▼") : ""}`)))));
   }
@@ -215,7 +216,7 @@ function ranksTable(ranks) {
 }
 
 // How wide a page must be to have the column.
-const kindOf = (name) => (name === choice.sort ? "" : MAIN.has(name) ? "main" : "minor");
+const kindOf = (name) => (name === choice.sort || name === "state" ? "" : MAIN.has(name) ? "main" : "minor");
 
 // --- charts and events -----------------------------------------------------------------------------------------------
 

@@ -180,7 +180,8 @@ def notes_of(answer: TraceReply) -> list[str]:
 
 def unknown(rid: str, answer: TraceReply) -> str:
     """Return that no part knows the request, as a sentence."""
-    kept = f"{answer.controller} remembers the last {answer.kept} requests, of {answer.kept_s:.0f} s"
+    last = "the last request" if answer.kept == 1 else f"the last {answer.kept} requests"
+    kept = f"{answer.controller} remembers {last}, of {answer.kept_s:.0f} s"
     if not answer.kept:
         kept = f"{answer.controller} remembers none (it has just started, or --trace-bytes is 0)"
     silent = f"; no answer from {', '.join(answer.silent)}" if answer.silent else ""

@@ -1,6 +1,6 @@
 """Pictures of a fleet's page in eight situations, at 8 and at 512 ranks, for readers who shall say what is wrong:
-python tests/browser/exam.py SEED FOLDER. What each picture shows is in FOLDER.key, beside the folder; the pictures'
-names tell nothing.
+python tests/browser/exam.py SEED FOLDER [NUMBER...] (some of them alone). What each shows is in FOLDER.key, beside the
+folder; the names of the pictures tell nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ SIZES = (8, 512)
 WIDTH, HEIGHT = 1440, 1000
 
 
-def main(seed: str, folder: str) -> None:
+def main(seed: str, folder: str, *only: str) -> None:
     """Draw an order and the ranks by `seed`, and take two pictures of each: the top, and what is below."""
-    rng, to, key = random.Random(seed), Path(folder), []
+    rng, to = random.Random(seed), Path(folder)
+    known = to.with_suffix(".key")
+    key = dict(line.split("\t", 1) for line in (known.read_text().splitlines() if only else ()))
     to.mkdir(parents=True, exist_ok=True)
     cases = list(itertools.product(SITUATIONS, SIZES))
     rng.shuffle(cases)
@@ -33,6 +35,8 @@ def main(seed: str, folder: str) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--disable-gpu"])
         numbered = [(number, *case, str(rng.randrange(10**6))) for number, case in enumerate(cases, 1)]
         for number, situation, ranks, of_seed in sorted(numbered, key=lambda each: each[2]):
+            if only and str(number) not in only:
+                continue
             server = PageServer(str(ROOT / "tests/support/fleet_sim.py"), situation, str(ranks), of_seed)
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
             page.goto(server.url)
@@ -42,12 +46,12 @@ def main(seed: str, folder: str) -> None:
             page.evaluate("scrollBy(0, innerHeight)")
             page.screenshot(path=to / f"{number:02}-b.png")
             said = page.locator("#verdict").inner_text().replace("\n", " | ")
-            key.append(f"{number:02}\t{situation}\t{ranks} ranks\t{said}")
-            print(key[-1], flush=True)
+            key[f"{number:02}"] = f"{situation}\t{ranks} ranks\t{said}"
+            print(number, key[f"{number:02}"], flush=True)
             page.close()
             server.close()
         browser.close()
-    to.with_suffix(".key").write_text("\n".join(sorted(key)) + "\n")
+    known.write_text("".join(f"{number}\t{what}\n" for number, what in sorted(key.items())))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,11 @@ def test_a_queue_in_front_of_512_ranks_and_a_rank_by_keyboard(start: Start, visi
     expect(headline(page)).to_have_text("▲ Requests wait for room, and 256 decode ranks are full")
     expect(page.locator("#verdict li", has_text="so are 251 more")).to_be_visible()
     expect(page.locator("#queue")).to_contain_text("241 requests wait")
+    first = page.locator("#table tbody tr").first
+    expect(first).to_contain_text("F full")  # those that are not well, first
     seen.look("fleet queue 512")
+    page.get_by_role("button", name="step time").click()
+    expect(first).to_contain_text("ready")
     page.get_by_role("combobox", name="Figure").select_option("step time")
     page.get_by_role("searchbox", name="Find").fill("decode-7/")
     expect(page.locator("#table tbody tr")).to_have_count(8)

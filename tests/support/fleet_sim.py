@@ -154,7 +154,7 @@ class Fleet:
             self._later(6.0, lambda: self._join(fresh))
 
     def _arrive(self) -> None:
-        load = LOAD.get(self.situation, USUAL_LOAD)
+        load = LOAD.get(self.situation, USUAL_LOAD) + (0.3 if self.situation == "queue" and self.long > 1 else 0.0)
         if self.situation == "queue" and self.now < self.before_s:
             load = USUAL_LOAD
         self._later(self.rng.expovariate(load * self._can_s), self._arrive)
