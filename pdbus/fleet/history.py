@@ -317,6 +317,14 @@ class History:
         """The last sample; None before the first."""
         return self._last
 
+    def failed_lately(self) -> tuple[dict[str, int], int]:
+        """Return how many requests failed in the window, by code, and how many were done in it."""
+        if self._last is None:
+            return {}, 0
+        first = self._marks[0]
+        failed = {code: new for code, (_, new) in _grown(self._last.failed, first.failed).items() if new}
+        return failed, max(0, self._last.status.counts.get("done", 0) - first.done)
+
     def latest(self, key: MemberKey) -> RankRow | None:
         """Return the last row of a rank; None: there is none yet."""
         track = self._ranks.get(key)

@@ -8,20 +8,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from bus.wire.codes import MEANINGS
 from bus.wire.messages import MemberKey, QueueStatus, RankStatus
 from pdbus.fleet.conditions import sentence_of
 from pdbus.fleet.figures import DEAD, Sample, dead_sentence, unserved_of
 from pdbus.fleet.formatting import age, share
-from pdbus.fleet.history import History
+from pdbus.fleet.history import WINDOW_S, History
 
 WAITS_S = 2.0  # a queue is worth a sentence once its first request has waited for this long
 MISSED_SHARE = 0.1  # so are SLOs, when more of them than this were missed
+FAILED_SHARE = 0.01  # and failures, when they are more of all that ended
 FEW = 10  # first tokens with an SLO that say nothing yet
 
 
 ALIKE = 5  # sentences of one kind that are given in full
 
-Kind = Literal["unserved", "dead", "broker", "queue", "slo", "slow", "full", "link", "cold", "note"]
+Kind = Literal["unserved", "dead", "broker", "failing", "queue", "slo", "slow", "full", "link", "cold", "note"]
 
 
 class Line(NamedTuple):
@@ -34,7 +36,19 @@ class Line(NamedTuple):
     rank: MemberKey | None = None
 
 
-_ORDER: tuple[Kind, ...] = ("unserved", "dead", "broker", "queue", "slo", "slow", "full", "link", "cold", "note")
+_ORDER: tuple[Kind, ...] = (
+    "unserved",
+    "dead",
+    "broker",
+    "failing",
+    "queue",
+    "slo",
+    "slow",
+    "full",
+    "link",
+    "cold",
+    "note",
+)
 
 
 class Slos(NamedTuple):
@@ -76,6 +90,11 @@ def _lines(history: History, sample: Sample, slos: Slos, asks_broker: bool) -> I
         yield Line("bad", "dead", "; ".join((dead_sentence(rank) + (f" ({why})" if why else ""), left)), key)
     if asks_broker and sample.broker is None and any(rank.endpoint for rank in status.ranks):
         yield Line("bad", "broker", "no broker answers: prefill ranks cannot be found by room, and loads do not come")
+    failed, done = history.failed_lately()
+    ours = Counter({code: count for code, count in failed.items() if not _of_client(code)})
+    if (total := ours.total()) >= FEW and total > FAILED_SHARE * (total + done):
+        ended = f"{total:,} of {total + done:,} requests that ended in the last {WINDOW_S:.0f} seconds"
+        yield Line("bad", "failing", f"{ended} failed, most of them with the code {ours.most_common(1)[0][0]}")
     if status.queue is not None and status.queue.oldest_s >= WAITS_S:
         yield Line("warn", "queue", _queue_sentence(status.queue))
     counted = slos.kept + slos.missed
@@ -92,6 +111,11 @@ def _lines(history: History, sample: Sample, slos: Slos, asks_broker: bool) -> I
         yield Line(
             "note", "note", "this controller is older than this page, and keeps no events and no figures of its queue"
         )
+
+
+def _of_client(code: str) -> bool:
+    """Return true if the client asked for what was wrong, or for the end."""
+    return code in MEANINGS and MEANINGS[code].severity == "debug"
 
 
 def _reasons(history: History) -> dict[tuple[str, int, str], str]:

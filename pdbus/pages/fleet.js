@@ -12,7 +12,7 @@ const MAIN = new Set(["estimated requests", "running", "waiting", "KV memory in 
 // Of each kind of sentence: the word before it, and what the headline says of so many.
 const KINDS = {
   unserved: ["✕ none", (count, ranks, text) => text], dead: ["✕ dead", (count, ranks) => `${ranks} ${is(count)} dead`],
-  broker: ["✕ broker", () => "the broker does not answer"], queue: ["▲ waits", () => "requests wait for room"],
+  broker: ["✕ broker", () => "the broker does not answer"], failing: ["✕ fail", () => "requests fail"], queue: ["▲ waits", () => "requests wait for room"],
   slo: ["▲ late", () => "SLOs are missed"], slow: ["▲ slow", (count, ranks) => `${ranks} ${is(count)} slow`],
   full: ["▲ full", (count, ranks) => `${ranks} ${is(count)} full`], link: ["▲ link", (count, ranks) => `KV caches come slowly to ${ranks}`],
   cold: ["▲ cold", (count, ranks) => `the prefix ${count === 1 ? "cache" : "caches"} of ${ranks} ${is(count)} cold`], note: ["note"],

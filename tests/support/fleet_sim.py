@@ -51,7 +51,7 @@ LOAD = {"busy but well": 0.8, "queue": 1.2}  # of what decode ranks can do
 USUAL_LOAD = 0.4
 GROUPS = 3_000  # of prompts with one beginning
 SHOWN_AFTER_S = 45.0
-FRAME = bytes(4 * 40_000)
+FRAME = memoryview(bytes(4 * 40_000))
 
 
 @dataclass(eq=False)
@@ -100,6 +100,7 @@ class Fleet:
         config = ControllerConfig(
             bus="ipc:///x/bus", controller="ipc:///x/c", prefill_method="total_tokens", decode_method="total_requests",
             settle_s=0.0, explain=16, max_ranks=4096, client_requests=65_536, queue_requests=65_536,
+            queue_bytes=1 << 40, payload_bytes=1 << 40,
         )  # fmt: skip
         self.core = ControllerCore(config, EPOCH, 0.0, wall_s=self.wall)
         self._due: list[tuple[float, int, Callable[[], None]]] = []

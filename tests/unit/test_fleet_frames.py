@@ -251,3 +251,26 @@ def test_a_broker_that_does_not_answer_is_said_where_one_was_asked() -> None:
     history.add(Sample(one.at, one.wall, Status(1, "c", 1, 1.0, {}, {}, one.status.ranks, events=()), None))
     assert [line.kind for line in lines_of(history, Slos(), asks_broker=True)] == ["broker"]
     assert lines_of(history, Slos(), asks_broker=False) == []
+
+
+@pytest.mark.parametrize(
+    ("failed", "said"),
+    [
+        ({"overloaded": 30, "peer_lost": 2},
+         "32 of 1,032 requests that ended in the last 20 seconds failed, most of them with the code overloaded"),
+        ({"overloaded": 9}, ""),  # too few
+        ({"overloaded": 10}, ""),  # not one in a hundred
+        ({"cancelled": 500, "bad_request": 90, "overloaded": 9}, ""),  # clients'
+    ],
+)  # fmt: skip
+def test_failures_are_said_where_they_are_more_than_one_in_a_hundred(failed: dict[str, int], said: str) -> None:
+    def lines(*samples: tuple[float, int, dict[str, int]]) -> list[str]:
+        history = History()
+        for at, done, codes in samples:
+            counts = {f"failed_{code}": count for code, count in codes.items()}
+            history.add(sample(at, rank(), done=done, **counts))
+        return [line.text for line in lines_of(history, Slos(), asks_broker=False) if line.kind == "failing"]
+
+    over = failed | {"overloaded": 5000 + failed.get("overloaded", 0)}
+    assert lines((0.0, 0, {"overloaded": 5000}), (10.0, 1000, over)) == ([said] if said else [])
+    assert lines((0.0, 0, {"overloaded": 5000}), (10.0, 1000, over), (15.0, 1000, over), (40.0, 1000, over)) == []
