@@ -289,6 +289,10 @@ class Attempts:
             if leg.rank in self._ranks:
                 self._ranks[leg.rank].given_up.pop((rid, attempt), None)
 
+    def unanswered(self, rid: Rid) -> bool:
+        """Return true if a rank has not yet said the end of a leg of `rid` that was given up there. O(ranks)."""
+        return any(rid == each for rank in self._ranks.values() for each, _ in rank.given_up)
+
     def validate(self, live: Iterable[Request]) -> None:
         """Check that ranks and requests agree on what runs (tests call this after each event)."""
         running = [(leg, r) for r in live for leg in r.legs if leg.state is LegState.RUNNING]

@@ -414,7 +414,7 @@ class RequestLifecycle:
             self._attempts.cancel(request, "prefill_failed", out, if_unfetched=True)
             self._finish(request, now, out)
             return
-        unclear = self._unclear.count(request.rid, request.submit.offset, request.lost_with)
+        unclear = self.losses.of(request) - request.losses
         what = verdict(request, code, self._config.attempts, unclear)
         if what == "again":
             self._try_again(request, leg, code, sentence, now, out)

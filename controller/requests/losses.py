@@ -172,8 +172,10 @@ class Losses:
             self.unclear.passed(request.rid, request.attempt)
 
     def of(self, request: Request) -> int:
-        """Return how many ranks have died with the request, or may have."""
-        return request.losses + self.unclear.count(request.rid, request.submit.offset, request.lost_with)
+        """Return how many ranks have died with the request, or may have. Where one more is one too many, that may be
+        one which has not yet said the end of a leg that was given up there."""
+        count = request.losses + self.unclear.count(request.rid, request.submit.offset, request.lost_with)
+        return count + (count == self._config.attempts - 1 and self._attempts.unanswered(request.rid))
 
     def is_apart(self, request: Request) -> bool:
         """Return true if one more lost rank makes the request poison. Then it must not share a rank with another

@@ -339,6 +339,22 @@ class TestBesideWhatKillsRanks:
         world.feed(FromClient("client", Cancel("r2"), ()))
         assert world.dispatches(one)[-1].rid == "r4"
 
+    def test_a_leg_that_was_given_up_may_take_down_the_last_rank(self) -> None:
+        """Until its rank says that it has ended, the request is tried nowhere else."""
+        world, one, other = self.at_risk(1)
+        world.join(other)
+        (sent,) = world.dispatches(one)
+        request, losses = world.core.life.requests["r0"], world.core.life.losses
+        rank = world.core.members.known((other.instance, other.dp_rank))
+        assert rank is not None
+        rank.gives_up(request)
+        assert losses.of(request) == 3
+        world.progress(other, ended=[sent], code="fenced")
+        assert losses.of(request) == 2
+        rank.gives_up(request)
+        world.progress(one, ended=[sent], code="overloaded")
+        assert failure(world).code == "overloaded", "it would have been tried again"
+
     def test_where_the_caller_names_the_rank_they_do_not_wait(self) -> None:
         world, one, _ = self.at_risk(2)
         assert [d.rid for d in world.dispatches(one)] == ["r0"]
