@@ -18,7 +18,7 @@ from pdbus.client.request import State
 from simulation.broken import Broken
 from simulation.ledger import POISON, may_die_of
 from simulation.network import Frames, Pipe
-from simulation.process import ClientProcess, ControllerProcess, NodeProcess
+from simulation.process import ClientProcess, ControllerProcess, NodeProcess, RankProcess
 from simulation.story import message_in
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def at_any_moment(world: World) -> None:
     _spared(world)
     for process in world.processes:
         if not process.alive or process.paused_until + AWAKE_S > world.now:
-            if process.alive and isinstance(process, NodeProcess):
+            if process.alive and isinstance(process, RankProcess):
                 _asleep(world, process)
             continue
         if isinstance(process, ControllerProcess):
@@ -326,7 +326,7 @@ def _given_up(world: World, controller: ControllerProcess, node: NodeProcess, pi
             world.given_up.setdefault((rank.epoch, rid), []).append((attempt, when))
 
 
-def _asleep(world: World, node: NodeProcess) -> None:
+def _asleep(world: World, node: RankProcess) -> None:
     """What came while it is paused waits until it goes on, also if it is paused again meanwhile."""
     epochs = {rank.epoch for rank in node.part.host.ranks.values()}
     for (epoch, _), given_up in world.given_up.items():
