@@ -174,9 +174,11 @@ class LiveRecording:
                 rank.silent += 1
                 continue
             except RequestFailed as error:
-                if error.code not in ("bad_rank", "too_many"):
+                if error.code == "bad_rank":  # it was forgotten, long after it left
+                    continue
+                if error.code != "too_many":
                     raise
-                rank.silent += error.code == "too_many"  # else it was forgotten, long after it left
+                rank.silent += 1
                 continue
             if self._take(rank, reply, stamp) and not self.full:
                 more.append((key, rank))

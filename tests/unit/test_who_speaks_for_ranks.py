@@ -15,10 +15,12 @@ SAID = {*NODE_TO_CONTROLLER.values(), *FROM_NODE_DATA.values(), LoadReport, Memb
 NAMES = frozenset(kind.__name__ for kind in SAID)
 HOMES = ("bus/embed/", "nodes/link/")
 OTHERS = {
+    "controller/recordings.py": "to the asker, in place of a rank that records nothing or says nothing in time",
     "examples/load_table.py": "facts of a rank for the load table; sends nothing",
     "pdbus/lab/choosers.py": "likewise",
     "pdbus/sglang/chooser.py": "likewise, of SGLang's ranks",
     "benchmarks/controller_parts.py": "what a core or a table is handed in one process; sends nothing",
+    "benchmarks/node.py": "a rank without an engine, which records nothing; the connection is ours",
     "benchmarks/pick.py": "likewise",
     "benchmarks/report.py": "likewise",
     "benchmarks/scripts.py": "likewise",
