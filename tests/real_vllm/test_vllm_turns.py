@@ -209,8 +209,7 @@ def use_again(cluster: Cluster, client: Client, seed: int) -> None:
     kept = []  # a stream that nobody holds cancels its request
     for number in range(2):
         count += LONG
-        first = 1000 + 2000 * (2 * seed + number)
-        prompt = list(range(first, first + LONG))
+        prompt = random.Random(f"{seed} {number}").choices(range(1000, 40_000), k=LONG)  # no other has its beginning
         kept.append(client.generate_tokens(prompt, max_tokens=1, leg="prefill", bootstrap_room=2 * seed + number))
         until(partial(has_computed, cluster, count), "it is computed", 90)
 
