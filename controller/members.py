@@ -9,6 +9,7 @@ about requests.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 from bus.actions import Note
@@ -42,6 +43,11 @@ class Loss(NamedTuple):
     cancel: bool = False
     died: bool | None = True
     hung: bool = False
+
+    @property
+    def of(self) -> Hashable:
+        """Name what has died: the process, or the rank that hung."""
+        return (self.rank, self.rank.returns) if self.hung else self.rank.process
 
 
 class Doubt:

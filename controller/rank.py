@@ -77,6 +77,7 @@ class Rank:
         "asked",
         "cancelled",
         "clock",
+        "dead",
         "epoch",
         "explained",
         "follower",
@@ -87,6 +88,7 @@ class Rank:
         "load",
         "peer",
         "probe",
+        "returns",
         "work",
     )
 
@@ -99,6 +101,8 @@ class Rank:
         self.cancelled: OrderedDict[tuple[Rid, Attempt], CancelLeg] = OrderedDict()  # the oldest first
         self.given_up: OrderedDict[tuple[Rid, Attempt], int] = OrderedDict()  # until it says their ends; with offsets
         self.clock = Clock()
+        self.dead = False  # what ran there has been blamed for its death
+        self.returns = 0  # from such a death, which was none, though it may have been down for long
         self.work: Work = {}  # the legs that run there for this controller
         self.explained: list[tuple[Request, LegRun]] = []  # of these: explained, and not acknowledged yet
         # what it ran before I had dispatched anything to it, until it is taken over; of a start that was known here
@@ -117,7 +121,12 @@ class Rank:
         """The start of the process that has this rank: all its ranks die one death. Where a node does not say when it
         began, each rank is taken for a process."""
         info = self.load.info
-        return (info.endpoint, info.started_us) if info.started_us else self
+        return (info.endpoint, info.started_us, self.returns) if info.started_us else (self, self.returns)
+
+    def lives(self) -> None:
+        """Note that it was heard: if it was taken for dead, its next death is another one."""
+        if self.dead:
+            self.dead, self.returns = False, self.returns + 1
 
     def explain(self, request: Request, leg: LegRun) -> None:
         """Note that the decision for this leg is to be explained further by the report that acknowledges it."""

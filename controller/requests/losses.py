@@ -51,6 +51,7 @@ class Losses:
         """Handle work that is lost with a rank or its connection: each request is tried again, or fails."""
         rank = loss.rank
         if loss.died:
+            rank.dead = True
             for rid, (offset, attempt) in self.unclear.settle(rank).items():
                 self._table.blame(rid, offset, attempt, rank.process)
         if loss.work is None:
@@ -67,7 +68,7 @@ class Losses:
                 self.unclear.untold(rid, request.attempt, request.submit.bootstrap_room)
             self._attempts.ended(leg, request)
             if loss.died:
-                request.losses += blames(request, rank if loss.hung else rank.process)
+                request.losses += blames(request, loss.of)
                 request.lost_at = request.attempt
                 self.unclear.passed(rid, request.attempt)
             elif loss.died is None:
@@ -80,9 +81,10 @@ class Losses:
 
     def _may_have_died(self, loss: Loss) -> None:
         """Blame the rank's death also on requests that were given up there, where it has not said so."""
-        for (rid, attempt), offset in loss.rank.given_up.items():
+        newest = {rid: (offset, attempt) for (rid, attempt), offset in loss.rank.given_up.items()}  # it dies once
+        for rid, (offset, attempt) in newest.items():
             if loss.died:
-                self._table.blame(rid, offset, attempt, loss.rank if loss.hung else loss.rank.process)
+                self._table.blame(rid, offset, attempt, loss.of)
             elif loss.died is None:
                 self.unclear.lost(loss.rank, rid, offset, attempt)
         loss.rank.given_up.clear()
@@ -119,6 +121,7 @@ class Losses:
     def returned(self, rank: Rank, running: Iterable[tuple[Rid, Attempt]], now: float, out: list[Action]) -> None:
         """Note that a start of a rank said hello, so it has not died; cancel what it runs and was given up. What it
         runs for a former controller can be adopted from now on, or ends, if the request was placed elsewhere by now."""
+        rank.lives()
         self.unclear.settle(rank)
         given_up = {
             (rid, attempt): CancelLeg(rid, attempt, "fenced", room=room)
@@ -135,6 +138,7 @@ class Losses:
 
     def rank_lives(self, rank: Rank) -> None:
         """Note that a rank that is not ready has said something, so it has not died, also where it was lost."""
+        rank.lives()
         self.unclear.settle(rank)
 
     def forget(self, rank: Rank) -> None:

@@ -48,8 +48,8 @@ class RequestTable:
         self._orders = orders
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
-        self._losses: OrderedDict[Rid, tuple[int, int, bool]] = OrderedDict()  # of failed requests: offset, ranks
-        # lost, whether no token came after the last one
+        # of failed requests: offset, ranks lost, whether no token came after the last one, and the processes lost
+        self._losses: OrderedDict[Rid, tuple[int, int, bool, tuple[Hashable, ...]]] = OrderedDict()
         # requests that failed of late, or were tried again here: their ranks may still say something of them. Room,
         # prompt tokens, the attempt that was submitted last, and the last one that was made here
         self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
@@ -108,9 +108,9 @@ class RequestTable:
         if request.deadline_at is not None:
             self._due.add(rid, request.deadline_at)
         if rid in self._losses:
-            offset, losses, last = self._losses.pop(rid)
+            offset, losses, last, lost_with = self._losses.pop(rid)
             if offset == request.submit.offset:  # no token since: it may be what kills them
-                request.losses = losses
+                request.losses, request.lost_with = losses, lost_with
             elif offset < request.submit.offset:  # its last rank died after its last token
                 request.losses = int(last)
 
@@ -157,9 +157,12 @@ class RequestTable:
                 request.losses += blames(request, process)
                 request.lost_at = attempt or request.lost_at
             return
-        before, losses, was_last = self._losses.get(rid, (offset, 0, False))
+        before, losses, was_last, lost_with = self._losses.get(rid, (offset, 0, False, ()))
         same = before == offset
-        self._keep_losses(rid, offset, losses + 1 if same else 1, attempt > 0 or (same and was_last))
+        if same and process in lost_with:
+            return
+        lost_with = (*lost_with, process) if same else (process,)
+        self._keep_losses(rid, offset, losses + 1 if same else 1, attempt > 0 or (same and was_last), lost_with)
 
     def records(self, rid: Rid) -> list[RequestRecord]:
         """Return the records of the request with this rid, the oldest first: those that are kept, and the live one."""
@@ -219,10 +222,12 @@ class RequestTable:
                 del self._over[next(iter(self._over))]
         if request.losses and code != "ok":
             last = request.lost_at > 0 and (request.lost_at == request.attempt or not had_output(request))
-            self._keep_losses(request.rid, request.submit.offset, request.losses, last)
+            self._keep_losses(request.rid, request.submit.offset, request.losses, last, request.lost_with)
 
-    def _keep_losses(self, rid: Rid, offset: int, losses: int, last: bool) -> None:
-        self._losses[rid] = offset, losses, last
+    def _keep_losses(
+        self, rid: Rid, offset: int, losses: int, last: bool, lost_with: tuple[Hashable, ...]
+    ) -> None:  # fmt: skip
+        self._losses[rid] = offset, losses, last, lost_with
         if len(self._losses) > MAX_LOSSES:
             self._losses.popitem(last=False)
 

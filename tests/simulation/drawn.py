@@ -31,7 +31,7 @@ DRAWN = (
     Mutation("fencing-2", "", "nodes.link.streams:Streams._next",
              "leg.sent += len(ids)", "pass", seed=104),
     Mutation("adoption-2", "", "controller.requests.table:RequestTable.blame",
-             "before, losses, was_last = self._losses.get(rid, (offset, 0, False))", "before, losses, was_last = self._losses.get(rid, (offset, 1, False))", seed=75, how="tight"),
+             "self._losses.get(rid, (offset, 0, False, ()))", "self._losses.get(rid, (offset, 1, False, ()))", seed=75, how="tight"),
     Mutation("retry-2", "", "controller.requests.life:RequestLifecycle._enqueue",
              "request.work = self._balancer.work(request.submit)", "pass", seed=6, how="tight"),
     Mutation("resume-2", "", "pdbus.client.core:ClientCore._retry",

@@ -95,7 +95,7 @@ def _requests(world: World, controller: ControllerProcess) -> None:
         for leg in request.legs:
             if leg.state.value == "running" and core.table.ranks.get(leg.rank.key) is not leg.rank:
                 raise Broken("no request waits for a rank that is gone", f"{controller.name}: {request}", request.rid)
-    for rid, (_, losses, _) in life.table._losses.items():
+    for rid, (_, losses, *_) in life.table._losses.items():
         if world.knows_all_faults and not 0 < losses <= _deaths(world, rid):
             raise Broken("a loss is a rank that died", f"{controller.name}: {losses} of {rid}, which is over", rid)
     for rid, held in life.table.orphans._held.items():
@@ -129,7 +129,7 @@ def _apart(world: World, controller: ControllerProcess) -> None:
             raise Broken("what may kill ranks is kept apart", f"{controller.name}: {request}", rid)
     unclear = life.losses.unclear
     known = {rid: offset for lost in unclear.at.values() for rid, (offset, _) in lost.items()}
-    died = {rid: (offset, losses) for rid, (offset, losses, _) in life.table._losses.items()}
+    died = {rid: (offset, losses) for rid, (offset, losses, *_) in life.table._losses.items()}
     known |= {rid: offset for rid, (offset, _) in died.items()}
     world.deadly[controller.name, controller.starts] = {
         rid: offset

@@ -258,7 +258,7 @@ class TestDeaths:
         for node in had:
             world.progress(node, ended=world.dispatches(node) if said else (), code="fenced")
             world.join(replace(node, epoch=node.epoch + 1), peer=f"again {node.dp_rank}")
-        kept = world.core.life.table._losses.get("r", (0, 0, False))
+        kept = world.core.life.table._losses.get("r", (0, 0))
         live = world.core.life.requests.get("r")
         assert max(kept[1], live.losses if live else 0) == losses * len(had)
 
