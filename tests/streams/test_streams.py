@@ -365,7 +365,7 @@ def test_trace(record: Record) -> None:
 
 
 def test_record_of_a_client(record: Record) -> None:
-    assert record.of(messages.RecordQuery, CONTROLLER), "nobody asked for a recording"
+    assert record.of(messages.RecordQuery, CONTROLLER), "no client asked for a recording"
 
 
 def test_trace_is(record: Record) -> None:

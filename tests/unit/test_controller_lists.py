@@ -132,7 +132,7 @@ def test_one_whose_first_token_was_later_than_its_slo_says_so() -> None:
 
 
 def test_lists_look_at_a_bounded_number_of_requests() -> None:
-    """Of what runs at no more than they give; of what waits at so many."""
+    """They look at no more running requests than they list, and at a bounded number of those that wait."""
     world = world_of()
     looked = 0
 

@@ -112,7 +112,7 @@ def first_token(world: World, rid: str, after_s: float, *, acked: bool = False) 
 
 
 def test_of_requests_with_an_slo_those_that_missed_it_keep_their_reasons() -> None:
-    """Whatever their rids, and though nobody knew it when they were placed."""
+    """Whichever rids they have, and though it was not known yet when they were placed."""
     world = slo_world()
     first_token(world, "kept", 0.9, acked=True)
     first_token(world, "missed", 1.1, acked=True)

@@ -227,7 +227,7 @@ def test_a_cache_is_cold_where_a_rank_began_lately_and_finds_little_beside_its_k
     ]
     well = {
         "it finds some": {"hits": 0.2}, "none finds much": {"hits": 0.0, "others": 0.19},
-        "it has been here for long": {"age_s": 700.0}, "nobody says since when": {"age_s": -1.0},
+        "it has been here for long": {"age_s": 700.0}, "its start is not known": {"age_s": -1.0},
     }  # fmt: skip
     for why, how in well.items():
         assert said(run(40, of=lambda now, how=how: at(now, **how))) == {}, why  # type: ignore[misc]
