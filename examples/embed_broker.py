@@ -9,4 +9,4 @@ from bus import Broker, Publisher
 with tempfile.TemporaryDirectory(prefix="pd") as folder, Broker(f"ipc://{folder}/bus") as broker:
     print(f"bootstrap queries are answered at {broker.address.bootstrap}")
     with Publisher(broker.address, instance="prefill-0", dp_rank=0, role="prefill") as publisher:
-        print("the broker is heard by publishers:", publisher.wait_ready(2.0))
+        print("the broker is heard by publishers:", publisher.wait_ready(30.0))

@@ -34,8 +34,9 @@ from pdbus.commands.common import (
 from pdbus.fleet.figures import Sample, slo_of, trouble_of
 from pdbus.fleet.formatting import queue_words
 from pdbus.fleet.history import History, text_of
-from pdbus.fleet.source import BrokerStatusClient
+from pdbus.fleet.source import BROKER_WAIT_MS, BrokerStatusClient
 
+ONCE_WAIT_MS = 3_000  # for the broker, where nothing is shown again
 WIDTH = 132  # of a table outside a terminal
 COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")
 WORDS = ("rank", "role", "state")
@@ -85,7 +86,8 @@ def status(
     with Client(controller, keys=keys) as client, BrokerStatusClient(BusAddress(bus), keys) as broker_client:
         while True:
             seen = wait_for_controller(client, controller, wait_s, keys, events_from)
-            sample = Sample(time.monotonic(), time.time(), seen, broker_client.ask())
+            broker = broker_client.ask(BROKER_WAIT_MS if watch_s else min(ONCE_WAIT_MS, int(wait_s * 1000)))
+            sample = Sample(time.monotonic(), time.time(), seen, broker)
             history.add(sample)
             if as_json:
                 print(json.dumps(as_dict(sample, history), indent=None if watch_s else 2), flush=True)

@@ -254,8 +254,9 @@ def test_a_prefill_engine_reads_back_what_decode_has_left(processes: Processes, 
     processes.children["controller"].send(signal.SIGTERM)
     processes.children["controller"].wait(WAIT_S)
     processes.start_controller("--decode-method", "least_cost", "--prefill-at", "decode")
-    slow_s = "2" if killed else "0.2"
-    processes.engine("prefill", "p", "30", slow_s, "reads")
+    go = processes.folder / "go"
+    go.touch()
+    processes.engine("prefill", "p", "30", str(WAIT_S), "reads")
     processes.engine("decode", "d", "30", "0", "reads")
     ranks: dict[str, Any] = {"routed_dp_rank": 0, "disagg_prefill_dp_rank": 0}
     with Client(processes.controller, retries=20, tokenizer="bytes") as client:
@@ -266,11 +267,14 @@ def test_a_prefill_engine_reads_back_what_decode_has_left(processes: Processes, 
             assert (result.prefill is None) == (turn > 0)
             known, prompt = len(prompt) + 24 - 1, [*prompt, *result.ids, 5, 6]
         until(lambda: not client.status().counts["requests"], "the controller knows that it is done")
+        go.unlink()
         stream = client.generate_tokens(prompt, max_tokens=12, **ranks)
+        until((processes.folder / "reading").exists, "it reads")
         if killed:
-            until((processes.folder / "reading").exists, "it reads")
             processes.children[killed].send(signal.SIGKILL)
             processes.children[killed].wait(WAIT_S)
+        go.touch()
+        if killed:
             processes.engine("prefill" if killed == "p" else "decode", killed, "30", "0", "reads")
         assert list(stream.result.ids) == sim_generate(prompt, 12, VOCAB)
         assert (stream.result.attempts > 1) == bool(killed)
@@ -305,12 +309,15 @@ def test_a_prefill_engine_that_is_killed_meanwhile_costs_no_request(
 ) -> None:
     processes.module = "fake_vllm"
     for role in ("prefill", "decode"):
-        processes.engine(role, role, "30", "2" if role == slow else "0")
+        processes.engine(role, role, "30", str(WAIT_S) if role == slow else "0")
+    doing = processes.folder / stage
     with Client(processes.controller, retries=20, tokenizer="bytes") as client:
         ready(client, 2)
         streams = [client.generate_tokens(prompt_of(number), max_tokens=12) for number in range(3)]
-        until((processes.folder / stage).exists, stage)
+        until(lambda: doing.exists() and doing.stat().st_size == len(streams), f"all three are {stage}")
         processes.children["prefill"].send(signal.SIGKILL)
+        processes.children["prefill"].wait(WAIT_S)
+        (processes.folder / "go").touch()
         processes.engine("prefill", "prefill")
         for number, stream in enumerate(streams):
             assert stream.tokens() == sim_generate(prompt_of(number), 12, VOCAB)

@@ -10,7 +10,8 @@ back, too, pins what a finished request with transfer parameters has left, in fe
 prefill engine has read it; that engine computes what it could not read in time.
 
 The "KV" is the sim engine's state after the prompt, in files of a folder that all engines share. A slow engine leaves a
-file `computing`, `fetching` or `reading` there, and takes SLOW_S for each.
+file `computing`, `fetching` or `reading` there, a byte longer for each, which takes SLOW_S, or until a test leaves a
+file `go` there.
 
     python -P -m fake_vllm ROLE BUS CONTROLLER FOLDER INSTANCE [LEASE_S [SLOW_S [keeps|reads]]]
                                                                               (PYTHONPATH=tests/support)
@@ -129,9 +130,15 @@ class FakeClient:
         self.stepped(0, min(1.0, sum(map(len, self.live.values())) / CAPACITY))
 
     async def _take_time(self, doing: str) -> None:
-        if self._slow_s:
-            (self._folder.parent / doing).touch()
-        await asyncio.sleep(self._slow_s or STEP_S)
+        await asyncio.sleep(STEP_S)
+        if not self._slow_s:
+            return
+        with (self._folder.parent / doing).open("a") as file:
+            file.write(".")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._slow_s
+        while loop.time() < end and not (self._folder.parent / "go").exists():
+            await asyncio.sleep(STEP_S)
 
     def _hits(self, ids: list[int]) -> int:
         """Tokens in whole blocks that some kept request began with; the last one of a prompt is always computed."""
