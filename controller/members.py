@@ -412,12 +412,14 @@ class Members:
 
         Where both state when they began, the later one keeps the place while it lives, in whichever order their
         hellos come: so all controllers agree, and the last start is never fenced. Else the one that came first is
-        taken for the earlier.
+        taken for the earlier. A start that was replaced stays out, also when the later one is lost; not where that one
+        has said goodbye, or was replaced itself: then a clock went back, and what it says came late.
         """
         rank = self._table.ranks.get(key)
         if rank is None or rank.epoch == hello.epoch or is_later(hello, rank.info):
             return None
-        replaced = hello.epoch in self._fenced.get(key, ())
+        fenced = self._fenced.get(key, ())
+        replaced = hello.epoch in fenced and rank.epoch not in fenced and self.state(rank) != "gone"
         kept = is_later(rank.info, hello) and self.state(rank) not in DEAD
         return rank.info if replaced or kept else None
 

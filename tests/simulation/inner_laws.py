@@ -251,10 +251,12 @@ def arrives(world: World, pipe: Pipe, frames: Frames) -> None:
             _, rid, attempt, _, _, finish, *_ = [*message_in(frames), ""]
             if finish not in ("", "stop", "length"):
                 world.failures.add((hearer.name, endpoint, rid, attempt))
-        elif isinstance(speaker, ControllerProcess) and frames[0][:16].find(b"failed") > 0:
-            _, rid, _, code, *_ = message_in(frames)
-            refused(world, speaker, rid, code)
-    elif isinstance(speaker, ControllerProcess) and hearer.kind == "node":
+    if not isinstance(speaker, ControllerProcess):
+        return
+    if hearer.kind == "client" and frames[0][:16].find(b"failed") > 0:
+        _, rid, _, code, *_ = message_in(frames)
+        refused(world, speaker, rid, code)
+    elif hearer.kind == "node":
         if frames[0][:16].find(b"cancel_leg") > 0:
             _given_up(world, speaker, hearer, pipe, frames)
         elif frames[0][:16].find(b"dispatch") > 0:

@@ -159,7 +159,7 @@ class ForeignProcess(RawProcess):
         elif isinstance(message, Failed) and message.attempt >= mine.attempt and endpoint == mine.endpoint:
             if message.code == "cancelled" and self.world.now - mine.withdrawn_at < ANSWER_S:
                 return  # the answer to its own, with the number that it has given to the next try meanwhile
-            self._again(mine) if message.retryable else self._over(mine, message.code)
+            self._again(mine, message.code) if message.retryable else self._over(mine, message.code)
         elif isinstance(message, Tokens) and mine.decode is not None and endpoint == mine.decode.endpoint:
             self._tokens(mine, message)
 
@@ -187,12 +187,12 @@ class ForeignProcess(RawProcess):
                 have = len(mine.asked.output.ids)
                 self.say(mine.decode.endpoint, Attach(mine.asked.rid, mine.attempt, have))
 
-    def _again(self, mine: _Try) -> None:
+    def _again(self, mine: _Try, code: str = "peer_lost") -> None:
         asked = mine.asked
         if len(asked.output.ids) == asked.spec.max_tokens:
             self._over(mine, "ok")
         elif mine.tries == TRIES:
-            self._over(mine, "peer_lost")
+            self._over(mine, code)
         else:
             if mine.decode is not None:
                 self.say(mine.decode.endpoint, Detach(asked.rid, mine.attempt))

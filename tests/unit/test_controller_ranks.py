@@ -134,6 +134,25 @@ class TestRanks:
         assert world.rank(second).epoch == 2
         assert not world.sent(Refused, second)
 
+    @pytest.mark.parametrize("known", [False, True])
+    @pytest.mark.parametrize("leaves", [False, True])
+    def test_what_a_dead_start_says_late_keeps_nobody_out_for_good(self, leaves: bool, known: bool) -> None:
+        """The clock of that machine has gone back since, so that the dead start is the later one by its word."""
+        world = World()
+        dead, present = hello("u", 0, epoch=1, started_us=2), hello("u", 0, epoch=2, started_us=1)
+        if known:
+            world.join(dead)
+            world.pass_time(3.5)
+        world.join(present)
+        world.join(dead, peer="late")
+        if leaves:
+            world.feed(FromNode("late", Bye("u", 0, 1)))
+        world.pass_time(3.5)
+        world.join(present)
+        stays_out = not known and not leaves  # as if it had been replaced
+        assert world.rank(present).epoch == (1 if stays_out else 2)
+        assert len(world.sent(Refused, present)) == 1 + stays_out, "once when the dead one was heard"
+
     def test_another_start_over_the_same_connection_is_welcome(self) -> None:
         world = World()
         world.join(hello("u", 0, epoch=1), peer="p")
