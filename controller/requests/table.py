@@ -36,6 +36,26 @@ class HeldLeg(NamedTuple):
     client: str | None
 
 
+class Losses(NamedTuple):
+    """Losses of a failed request that had `offset` output tokens: how often a rank died under it, whether no token came
+    after the last time, and the processes that those ranks were of."""
+
+    offset: int
+    times: int
+    was_last: bool
+    processes: tuple[Hashable, ...]
+
+
+class Over(NamedTuple):
+    """A request that failed of late, or was tried again here: its ranks may still say something of it. `submitted` is
+    the attempt that was submitted last, `made` the last one that was made here."""
+
+    room: int | None
+    prompt_tokens: int
+    submitted: Attempt
+    made: Attempt
+
+
 class RequestTable:
     """The table. `requests` by rid; `queue` holds those that wait; `payload_bytes` is the sum of all payloads;
     `orphans` is what nodes still run of a former controller's dispatches; `history` has the last requests that have
@@ -48,11 +68,8 @@ class RequestTable:
         self._orders = orders
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
-        # of failed requests: offset, ranks lost, whether no token came after the last one, and the processes lost
-        self._losses: OrderedDict[Rid, tuple[int, int, bool, tuple[Hashable, ...]]] = OrderedDict()
-        # requests that failed of late, or were tried again here: their ranks may still say something of them. Room,
-        # prompt tokens, the attempt that was submitted last, and the last one that was made here
-        self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
+        self._losses: OrderedDict[Rid, Losses] = OrderedDict()
+        self._over: dict[Rid, Over] = {}
         self._due: TimerSlots[Rid | Rank] = TimerSlots(now)
         self.requests: dict[Rid, Request] = {}
         self.queue = CentralQueue(
@@ -95,12 +112,10 @@ class RequestTable:
         rid = request.rid
         self.requests[rid] = request
         if rid in self._over:
-            submit = request.submit
-            room, prompt_tokens, submitted, attempt = self._over[rid]
-            same = (room, prompt_tokens) == (submit.bootstrap_room, submit.prompt_tokens - submit.offset)
-            if not same or submit.attempt > submitted:
-                attempt = min(attempt + 1, MAX_ATTEMPT)
-            request.attempt = max(request.attempt, attempt)
+            over, submit = self._over[rid], request.submit
+            same = over[:2] == (submit.bootstrap_room, submit.prompt_tokens - submit.offset)
+            another = not same or submit.attempt > over.submitted
+            request.attempt = max(request.attempt, min(over.made + another, MAX_ATTEMPT))
         for place in request.places:
             self._rooms[place] = rid
         self._enter(request)
@@ -108,11 +123,11 @@ class RequestTable:
         if request.deadline_at is not None:
             self._due.add(rid, request.deadline_at)
         if rid in self._losses:
-            offset, losses, last, lost_with = self._losses.pop(rid)
-            if offset == request.submit.offset:  # no token since: it may be what kills them
-                request.losses, request.lost_with = losses, lost_with
-            elif offset < request.submit.offset:  # its last rank died after its last token
-                request.losses = int(last)
+            losses = self._losses.pop(rid)
+            if losses.offset == request.submit.offset:  # no token since: it may be what kills them
+                request.losses, request.lost_with = losses.times, losses.processes
+            elif losses.offset < request.submit.offset:  # its last rank died after its last token
+                request.losses = int(losses.was_last)
 
     def move(self, request: Request, peer: Any) -> None:
         """Move a request to its client's new connection."""
@@ -157,12 +172,12 @@ class RequestTable:
                 request.losses += blames(request, process)
                 request.lost_at = attempt or request.lost_at
             return
-        before, losses, was_last, lost_with = self._losses.get(rid, (offset, 0, False, ()))
-        same = before == offset
-        if same and process in lost_with:
-            return
-        lost_with = (*lost_with, process) if same else (process,)
-        self._keep_losses(rid, offset, losses + 1 if same else 1, attempt > 0 or (same and was_last), lost_with)
+        before = self._losses.get(rid)
+        if before is None or before.offset != offset:
+            before = Losses(offset, 0, False, ())
+        if process not in before.processes:
+            last, processes = attempt > 0 or before.was_last, (*before.processes, process)
+            self._keep_losses(rid, Losses(offset, before.times + 1, last, processes))
 
     def records(self, rid: Rid) -> list[RequestRecord]:
         """Return the records of the request with this rid, the oldest first: those that are kept, and the live one."""
@@ -217,17 +232,16 @@ class RequestTable:
             submit = request.submit
             prompt_tokens = submit.prompt_tokens - submit.offset
             self._over.pop(request.rid, None)  # to the end of the order
-            self._over[request.rid] = submit.bootstrap_room, prompt_tokens, submit.attempt, request.attempt
+            self._over[request.rid] = Over(submit.bootstrap_room, prompt_tokens, submit.attempt, request.attempt)
             if len(self._over) > MAX_OVER:
                 del self._over[next(iter(self._over))]
         if request.losses and code != "ok":
             last = request.lost_at > 0 and (request.lost_at == request.attempt or not had_output(request))
-            self._keep_losses(request.rid, request.submit.offset, request.losses, last, request.lost_with)
+            losses = Losses(request.submit.offset, request.losses, last, request.lost_with)
+            self._keep_losses(request.rid, losses)
 
-    def _keep_losses(
-        self, rid: Rid, offset: int, losses: int, last: bool, lost_with: tuple[Hashable, ...]
-    ) -> None:  # fmt: skip
-        self._losses[rid] = offset, losses, last, lost_with
+    def _keep_losses(self, rid: Rid, losses: Losses) -> None:
+        self._losses[rid] = losses
         if len(self._losses) > MAX_LOSSES:
             self._losses.popitem(last=False)
 
