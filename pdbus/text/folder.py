@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -61,7 +62,7 @@ class FolderText:
         self.max_new_tokens: int = max_new_tokens or (most if isinstance(most, int) and most > 0 else 0)
         added = self._whole.get_added_tokens_decoder()
         special = [token.content for token in added.values() if token.special]
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._special = re.compile(_longest_of(special) or r"(?!)")
         self.longest_token = _longest_token(json.loads(json_text)["model"], added.values())
         self._added = {id: token.content for id, token in added.items()}
         source = _template(folder, config)
@@ -152,6 +153,20 @@ def _longest_token(model: Mapping[str, Any], added: Iterable[Any]) -> int:
     if model.get("type") != "BPE" or (model.get("unk_token") and not model.get("byte_fallback")):
         return 0
     return max([len(token) for token in model["vocab"]] + [len(token.content) for token in added], default=0)
+
+
+def _longest_of(words: Iterable[str]) -> str:
+    """Return a regular expression for the longest of `words` at each place; empty: there are none. Beginnings that
+    words share are tried once: `re` keeps the interpreter lock, and a text may be full of them."""
+    by_first: dict[str, list[str]] = {}
+    for word in set(words):
+        by_first.setdefault(word[:1], []).append(word)
+    ends_here = by_first.pop("", None)
+    ways = []
+    for some in by_first.values():
+        shared = commonprefix(some)  # noqa: RUF071 (they are no paths)
+        ways.append(re.escape(shared) + _longest_of(word[len(shared) :] for word in some))
+    return f"(?:{'|'.join(ways)}){'?' if ends_here else ''}" if ways else ""
 
 
 def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:

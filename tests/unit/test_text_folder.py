@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ import pytest
 from bus.errors import ConfigError
 from pdbus.text import templates
 from pdbus.text.find import folder_of, places_of
-from pdbus.text.folder import LONG, FolderText
+from pdbus.text.folder import LONG, FolderText, _longest_of
 from pdbus.text.models import BytesText, text_for
 
 TEMPLATE = (
@@ -21,14 +26,14 @@ TEMPLATE = (
 SPECIAL = ("<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 
 
-def folder(path: Path, template: Any = TEMPLATE, **generation: Any) -> Path:
-    """A byte-level tokenizer without merges, and what comes with it."""
+def folder(path: Path, template: Any = TEMPLATE, *, more: Sequence[str] = (), **generation: Any) -> Path:
+    """A byte-level tokenizer without merges, with `more` special tokens, and what comes with it."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    bpe.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in SPECIAL])
+    bpe.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in (*SPECIAL, *more)])
     bpe.save(str(path / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": {"content": "<|end|>"}, "chat_template": template}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -179,6 +184,45 @@ def test_a_long_text_is_encoded_alike(tmp_path: Path) -> None:
     text = FolderText(folder(tmp_path))
     part = "é<|end|>" * LONG
     assert text.encode(part) == text.encode("é<|end|>") * LONG
+
+
+def test_while_a_long_text_is_encoded_other_threads_go_on(tmp_path: Path) -> None:
+    text = FolderText(folder(tmp_path))
+    long = "a word and more " * 5_000
+
+    def share() -> float:
+        """The longest time for which this thread stood, as a share of all."""
+        at = began = time.perf_counter()
+        longest = 0.0
+        encoding = pool.submit(text.encode, long)
+        while not encoding.done():
+            now = time.perf_counter()
+            longest, at = max(longest, now - at), now
+        return longest / (time.perf_counter() - began)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert min(share() for _ in range(3)) < 0.5
+
+
+def test_a_text_that_only_begins_like_special_tokens_is_marked_in_no_more_time(tmp_path: Path) -> None:
+    """The interpreter lock is held meanwhile."""
+    few, many = FolderText(folder(tmp_path)), FolderText(folder(tmp_path, more=[f"<|spare_{n}|>" for n in range(256)]))
+
+    def spent(text: FolderText) -> float:
+        began = time.process_time()
+        text._marked("<|" * 100_000)
+        return time.process_time() - began
+
+    assert min(spent(many) for _ in range(3)) < 5 * min(spent(few) for _ in range(3))
+
+
+def test_special_tokens_are_found_the_longest_first() -> None:
+    random = Random(1)
+    for _ in range(2000):
+        words = {"".join(random.choices("ab<|", k=random.randrange(1, 6))) for _ in range(random.randrange(1, 8))}
+        one_by_one = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+        text = "".join(random.choices("ab<|", k=30))
+        assert [*re.compile(_longest_of(words)).sub(">", text)] == [*one_by_one.sub(">", text)]
 
 
 def test_added_tokens_that_are_no_special_ones_are_text(tmp_path: Path) -> None:
