@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 from urllib.parse import quote
@@ -379,7 +380,8 @@ class Edge:
         text = await self._texts.of(model.name)
         if request.messages is not None:
             special = request.add_special_tokens is True
-            ids = await jobs.conversation(text, request.messages, request.add_generation_prompt, special)
+            answer = request.add_generation_prompt is not False
+            ids = await jobs.conversation(text, request.messages, answer, special)
         else:
             ids = await jobs.token_ids(text, request.prompt or "", request.add_special_tokens is not False)
         await exchange.answer(200, encode({"count": len(ids), "max_model_len": model.max_context, "tokens": ids}))
@@ -389,7 +391,9 @@ class Edge:
         if not all(0 <= id < 2**31 for id in request.tokens):
             raise invalid("tokens", "tokens: ids from 0 to 2147483647")
         text = await self._texts.of(self.view.model(request.model).name)
-        prompt = await jobs.off_loop(len(request.tokens), lambda: text.decode(request.tokens))
+        skip = request.skip_special_tokens is not False
+        decode = partial(text.decode, request.tokens, skip_special_tokens=skip)
+        prompt = await jobs.off_loop(len(request.tokens), decode)
         await exchange.answer(200, encode({"prompt": prompt}))
 
     # --- what is served, and how it is ------------------------------------------------------------------------------

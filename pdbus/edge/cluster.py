@@ -48,10 +48,10 @@ class View:
         restarted = self.seen is not None and self.seen.epoch != seen.epoch and seen.uptime_s < LOST_S
         return View(self.seen, now) if restarted and fresh.unready(now) and not self.unready(self.at) else fresh
 
-    def model(self, name: str) -> ServedModel:
-        """Return the model named `name`; for an empty name the only one. Raises HttpError: 404 for a model that is not
-        served, 400 for an empty name with several models, 503 while nothing is served."""
-        found = self.models.get(name)
+    def model(self, name: str | None) -> ServedModel:
+        """Return the model named `name`; for an empty name, or None, the only one. Raises HttpError: 404 for a model
+        that is not served, 400 for no name with several models, 503 while nothing is served."""
+        found = self.models.get(name or "")
         if found is not None:
             return found
         if not self.models:

@@ -17,7 +17,14 @@ from msgspec import UNSET, Struct
 from pdbus.client import Options
 from pdbus.edge.errors import HttpError, invalid
 from pdbus.edge.exchange import RID_MAX
-from pdbus.edge.refused import FRONT, OF_AGENTS, REFUSED, REFUSED_BY_GENERATE
+from pdbus.edge.refused import (
+    FRONT,
+    OF_AGENTS,
+    REFUSED,
+    REFUSED_BY_GENERATE,
+    REFUSED_BY_OPENAI,
+    REFUSED_BY_TOKENIZE,
+)
 
 MAX_CHOICES = 128  # answers of one HTTP request: prompts times n
 MAX_STOPS = 16
@@ -74,7 +81,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 class OpenAiFields(Sampling, kw_only=True):
     """The fields that OpenAI's two endpoints share."""
 
-    model: str = ""
+    model: str | None = None
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -152,7 +159,7 @@ class Generate(Struct, kw_only=True, forbid_unknown_fields=True):
     sampling_params: SglSampling | None = None
     stream: bool = False
     rid: str | None = None
-    model: str = ""
+    model: str | None = None
     bootstrap_room: int | list[int] | None = None
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
@@ -161,18 +168,19 @@ class Generate(Struct, kw_only=True, forbid_unknown_fields=True):
 class Tokenize(Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `/tokenize`: a text, or a conversation in the model's template."""
 
-    model: str = ""
+    model: str | None = None
     prompt: str | None = None
     messages: list[Turn] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # default: true
     add_special_tokens: bool | None = None  # default: true for a text, false for a conversation
 
 
 class Detokenize(Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of `/detokenize`: token ids whose text is wanted."""
 
-    model: str = ""
+    model: str | None = None
     tokens: list[int]
+    skip_special_tokens: bool | None = None  # default: true
 
 
 def _with_refused(kind: type[_T], refused: dict[str, tuple[object, ...]]) -> type[_T]:
@@ -191,10 +199,10 @@ class _Generate(Generate, kw_only=True):
 
 
 _DECODERS: dict[type, Any] = {
-    Chat: msgspec.json.Decoder(_with_refused(Chat, REFUSED)),
-    Completion: msgspec.json.Decoder(_with_refused(Completion, REFUSED)),
+    Chat: msgspec.json.Decoder(_with_refused(Chat, REFUSED_BY_OPENAI)),
+    Completion: msgspec.json.Decoder(_with_refused(Completion, REFUSED_BY_OPENAI)),
     Generate: msgspec.json.Decoder(_with_refused(_Generate, REFUSED_BY_GENERATE)),
-    Tokenize: msgspec.json.Decoder(Tokenize),
+    Tokenize: msgspec.json.Decoder(_with_refused(Tokenize, REFUSED_BY_TOKENIZE)),
     Detokenize: msgspec.json.Decoder(Detokenize),
 }
 
@@ -209,7 +217,9 @@ def read(kind: type[_T], body: bytes) -> _T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(None, f"the body is not JSON: {error}") from None
     if kind in (Chat, Completion):
-        _refuse(request, REFUSED, "")
+        _refuse(request, REFUSED_BY_OPENAI, "")
+    elif kind is Tokenize:
+        _refuse(request, REFUSED_BY_TOKENIZE, "")
     elif kind is Generate:
         _refuse(request, REFUSED_BY_GENERATE, "")
         if request.sampling_params is not None:

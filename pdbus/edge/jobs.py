@@ -194,7 +194,7 @@ async def generate(body: bytes, view: View, texts: TextLoader) -> Job:
         raise invalid("bootstrap_room", "bootstrap_room: one for each prompt, and one answer of each")
     batch = given is not prompts[0] or (sampling.n or 1) > 1
     return Job(
-        model, text, [await token_ids(text, prompt) for prompt in prompts], sampling, options,
+        model, text, [await token_ids(text, prompt, model=model) for prompt in prompts], sampling, options,
         sampling.max_new_tokens, GENERATE_TOKENS, request.stream, lambda head, _: GenerateWriter(head, batch=batch),
         rooms=rooms, rid=fields.rid_of(request),
     )  # fmt: skip

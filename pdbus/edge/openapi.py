@@ -14,7 +14,7 @@ from bus.wire.messages import RankStatus
 from pdbus.edge import fields
 from pdbus.edge.exchange import NUMBER_MAX, PRIORITY_MAX, RID_MAX
 from pdbus.edge.keys import SLO_CLASS_MAX
-from pdbus.edge.refused import REFUSED
+from pdbus.edge.refused import REFUSED_BY_OPENAI
 
 _POSTS: dict[str, tuple[type, str]] = {
     "/v1/chat/completions": (fields.Chat, "Answer a conversation, as OpenAI's chat completions."),
@@ -161,7 +161,7 @@ def page() -> bytes:
     parts += [f"<tr><td><code>{each['name']}</code><td>{html.escape(str(each['description']))}" for each in _HEADERS]
     parts.append("</table><h2>Errors</h2><table>")
     parts += [f"<tr><td>{status}<td>{html.escape(what)}" for status, what in _STATUSES.items()]
-    refused = ", ".join(f"<code>{name}</code>" for name in sorted(REFUSED))
+    refused = ", ".join(f"<code>{name}</code>" for name in sorted(REFUSED_BY_OPENAI))
     parts.append(f"</table><p>Refused by name, unless they ask for nothing: {refused}.</p>")
     return "".join(parts).encode()
 

@@ -109,6 +109,28 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "watermarking": (None, False),
     "web_search_options": (None,),
 }  # fmt: skip
+REFUSED_BY_OPENAI = REFUSED | {  # SGLang's names in bodies of OpenAI's endpoints
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "custom_logit_processor": (None,),
+    "data_parallel_rank": (None,),  # today's name is routed_dp_rank
+    "ebnf": (None,),
+    "input_ids": (None,),
+    "json_schema": (None,),
+    "regex": (None,),
+    "session_params": (None,),
+}
+REFUSED_BY_TOKENIZE: dict[str, tuple[object, ...]] = {
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "media_io_kwargs": (None,),
+    "mm_processor_kwargs": (None,),
+    "reasoning_effort": (None,),
+    "return_token_strs": (None, False),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+}
 REFUSED_BY_GENERATE: dict[str, tuple[object, ...]] = {  # SGLang's names
     "audio_data": (None,),
     "background": (None, False),

@@ -28,11 +28,13 @@ from benchmarks.sglang_parts import CONFIG, Hosted, Manager
 from benchmarks.sglang_parts import generate as tokenized
 from bus import Resolver
 from controller.policies import POLICIES
+from pdbus.edge import fields
 from pdbus.sglang import engine, seams
 from pdbus.sglang.controller import ControllerSide
 from pdbus.sglang.settings import read
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
+from engines_fields import refused_at_defaults
 from sglang_skeleton import RECORDED, skeleton
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
@@ -48,6 +50,24 @@ def test_the_wheel_is_as_recorded() -> None:
     """The record is what every other run of the tests knows of SGLang."""
     assert list(seams.mismatches(engine.sources())) == []
     assert skeleton(engine.sources()) == RECORDED.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "name"),
+    [
+        (fields.Chat, {"messages": [{"role": "user", "content": "a"}]}, "ChatCompletionRequest"),
+        (fields.Completion, {"prompt": "a"}, "CompletionRequest"),
+        (fields.Generate, {"text": "a"}, "GenerateReqInput"),
+        (fields.Tokenize, {"prompt": "a"}, "TokenizeRequest"),
+        (fields.Detokenize, {"tokens": [1]}, "DetokenizeRequest"),
+    ],
+)
+def test_an_edge_takes_each_field_of_sglangs_at_its_default(kind: type, body: dict[str, Any], name: str) -> None:
+    """As its load generator and libraries send them."""
+    from sglang.srt.entrypoints.openai import protocol
+    from sglang.srt.managers import io_struct
+
+    assert refused_at_defaults(kind, body, getattr(protocol, name, None) or getattr(io_struct, name)) == {}
 
 
 def test_installing_pdbus_changes_no_version_that_is_installed(tmp_path: Path) -> None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
 from bus.errors import ConfigError
 from bus.wire.messages import TokenLogprobs
+from pdbus.edge import fields as edge
 from pdbus.vllm_front import fields, plugin, records, seams, settings
 from pdbus.vllm_front.asked import ASKED, Asked, Failure
 from pdbus.vllm_front.fields import Unsupported, options_of, sampling_options
 from pdbus.vllm_front.launch import refused_arguments
 from pdbus.vllm_front.middleware import StatusOfFirstEvent
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from engines_fields import refused_at_defaults
 
 
 def request(**changed: Any) -> EngineCoreRequest:
@@ -44,6 +52,21 @@ def test_each_field_of_vllms_stands_in_one_table(
     """A new field of vLLM's fails here first; until then it is refused where it asks for something."""
     tables = [*taken, *of_the_server, *refused]
     assert sorted(tables) == sorted(fields.fields_of(record))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "record"),
+    [
+        (edge.Chat, {"messages": [{"role": "user", "content": "a"}]}, ChatCompletionRequest),
+        (edge.Completion, {"prompt": "a"}, CompletionRequest),
+        (edge.Tokenize, {"prompt": "a"}, TokenizeCompletionRequest),
+        (edge.Tokenize, {"messages": [{"role": "user", "content": "a"}]}, TokenizeChatRequest),
+        (edge.Detokenize, {"tokens": [1]}, DetokenizeRequest),
+    ],
+)
+def test_our_own_edge_takes_each_field_of_vllms_at_its_default(kind: type, body: dict[str, Any], record: Any) -> None:
+    """As load generators and libraries send them."""
+    assert refused_at_defaults(kind, body, record) == {}
 
 
 def test_what_asks_for_nothing_is_taken() -> None:

@@ -538,20 +538,30 @@ def test_what_is_served_stays_while_a_new_controller_gathers_its_ranks() -> None
     assert run(world.get("/ready")).status == 503
 
 
-def test_what_fits_no_rank_is_refused_here() -> None:
-    """By characters where a text must have too many tokens, else by tokens; counts are told all the same."""
+def test_what_fits_no_rank_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By characters where a text must have too many tokens, before it is made tokens, else by tokens; counts are told
+    all the same."""
     world = World()
     long = "x" * 5000
+    encode, encoded = BytesText.encode, []
+
+    def note(self: BytesText, text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(BytesText, "encode", note)
     for path, body in (
         ("/v1/completions", {"prompt": long}),
         ("/v1/completions", {"prompt": ["x", long]}),
         ("/v1/completions", {"prompt": [[5] * 4097]}),
+        ("/generate", {"text": long}),
         ("/generate", {"input_ids": [5] * 5000}),
         ("/v1/chat/completions", chat(long)),
     ):
         answer = run(world.post(path, body))
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert world.client.asked == []
+    assert encoded == ["x"]
     assert run(world.post("/tokenize", {"prompt": long})).json["count"] == 5000
 
 
@@ -677,6 +687,7 @@ def test_texts_become_ids_and_ids_texts() -> None:
     assert said == {"count": 3, "max_model_len": 2048, "tokens": [107, 198, 172]}
     assert run(world.post("/detokenize", {"tokens": said["tokens"]})).json == {"prompt": "hé"}
     assert run(world.post("/tokenize", chat("hi"))).json["count"] == 2
+    assert run(world.post("/tokenize", {"model": None, **chat("hi"), "add_generation_prompt": None})).status == 200
 
 
 def test_metrics_count_what_happened() -> None:

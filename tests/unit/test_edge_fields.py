@@ -10,7 +10,7 @@ import pytest
 from pdbus.client import Options
 from pdbus.edge import fields
 from pdbus.edge.errors import HttpError
-from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
+from pdbus.edge.refused import REFUSED_BY_GENERATE, REFUSED_BY_OPENAI, REFUSED_BY_TOKENIZE
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -19,15 +19,24 @@ def read(kind: type, **body: Any) -> Any:
     return fields.read(kind, json.dumps(body).encode())
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED_BY_OPENAI))
 def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(name: str) -> None:
-    for nothing in REFUSED[name]:
+    for nothing in REFUSED_BY_OPENAI[name]:
         read(fields.Chat, messages=MESSAGES, **{name: nothing})
         read(fields.Completion, prompt="a", **{name: nothing})
     for kind, body in ((fields.Chat, {"messages": MESSAGES}), (fields.Completion, {"prompt": "a"})):
         with pytest.raises(HttpError) as refused:
             read(kind, **body, **{name: "something"})
         assert (refused.value.status, refused.value.param) == (400, name)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_BY_TOKENIZE))
+def test_so_it_is_where_texts_become_ids(name: str) -> None:
+    for nothing in REFUSED_BY_TOKENIZE[name]:
+        read(fields.Tokenize, prompt="a", **{name: nothing})
+    with pytest.raises(HttpError) as refused:
+        read(fields.Tokenize, prompt="a", **{name: "something"})
+    assert (refused.value.status, refused.value.param) == (400, name)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_BY_GENERATE))
