@@ -144,10 +144,10 @@ def test_a_decode_rank_is_sought_before_the_prompt_is_sent() -> None:
 
 
 class Decodes:
-    """A decode rank's steps: 8 ms, and 2 for each request of 1000 tokens."""
+    """A decode rank's steps: 8 ms, and 2 (`more_ms`) for each request of 1000 tokens."""
 
-    def __init__(self, world: SloWorld, node: Hello = D) -> None:
-        self.world, self.node = world, node
+    def __init__(self, world: SloWorld, node: Hello = D, more_ms: float = 2.0) -> None:
+        self.world, self.node, self.more_ms = world, node, more_ms
         self.step, self.busy_us = 0, PACE["busy_us_total"]
         for requests in (1, 4, 10):
             self.say(requests)
@@ -156,7 +156,7 @@ class Decodes:
     def say(self, requests: int, steps: int = 0) -> None:
         """It has taken in all it was sent, holds so many requests, and has done so many steps more."""
         self.step += steps
-        self.busy_us += 1000 * steps * (8 + 2 * requests)
+        self.busy_us += round(1000 * steps * (8 + self.more_ms * requests))
         load = {"running": requests, "kv_tokens": 1000 * requests}
         self.world.say(self.node, **load, step=self.step, busy_us_total=self.busy_us)
 
@@ -410,12 +410,11 @@ def test_between_ticks_nothing_overtakes_what_waits_in_another_lane() -> None:
 class Wishing(SloWorld):
     """A decode rank with a request in it, and one that waits for steps which no batch has."""
 
-    def __init__(self, client: str = "", **settings: Any) -> None:
+    def __init__(self, client: str = "", more_ms: float = 2.0, **settings: Any) -> None:
         super().__init__(ttft_slo_s=1e6, **settings)
-        self.rank = Decodes(self)
+        self.rank = Decodes(self, more_ms=more_ms)
         self.rank.say(1)
         ask_as(self, client, "wishes", 1, tpot_slo_s=1e-6)
-        assert not self.dispatches(P)
 
     def run(self, seconds: float) -> list[str]:
         """What goes to the prefill rank meanwhile, its decode rank as it is."""
@@ -428,9 +427,12 @@ class Wishing(SloWorld):
 
 
 def test_a_wish_counts_for_no_less_than_a_step_alone() -> None:
+    """Where steps take no longer with more requests, as they measure, it waits for nothing."""
+    assert [each.rid for each in Wishing(more_ms=-0.1).dispatches(P)] == ["wishes"]
     world = Wishing()
+    assert not world.dispatches(P)
     world.rank.say(0)
-    assert [each.rid for each in world.dispatches(P)] == ["wishes"]
+    assert [each.rid for each in world.dispatches(P)] == ["wishes"], "an idle rank always can"
 
 
 def test_a_wish_holds_up_what_else_its_client_has_for_a_while_and_then_counts_for_nothing() -> None:

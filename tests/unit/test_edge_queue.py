@@ -11,6 +11,7 @@ from typing import Any
 
 import controller_world
 import edge_world
+import pytest
 from controller_world import hello, submit
 
 from bus.actions import Send
@@ -20,6 +21,7 @@ from pdbus.client.core import ClientCore, Patience
 from pdbus.client.options import controllers_of, make_request
 from pdbus.client.output import Deliver, Ended
 from pdbus.client.traffic import Sink
+from pdbus.edge.client import EdgeClient
 
 CONTROLLER = "ipc:///c.clients"
 RANK = hello("u", dp_size=1, max_running=1, model="sim")
@@ -145,6 +147,24 @@ def test_what_is_shed_after_it_waited_costs_nothing(tmp_path: Path) -> None:
     answer = asyncio.run(run())
     assert (answer.status, answer.error["code"]) == (429, "overloaded")
     assert ({each.attempt for each in world.cluster.submits}, world.paid, world.key.in_flight) == ({1}, 0, 0)
+
+
+@pytest.mark.parametrize(("code", "status", "least", "most"), [("overloaded", 429, 0, 1), ("no_rank", 503, 2, 5)])
+def test_an_edge_waits_for_a_cluster_no_longer_than_its_page_says(
+    tmp_path: Path, code: str, status: int, least: float, most: float
+) -> None:
+    """E8"""
+    patience = EdgeClient("ipc:///c")._patience
+    world = World(tmp_path / "keys", "tokens_per_minute = 1000", patience, queue_requests=1)
+    controller = world.cluster.controller
+    if code == "overloaded":
+        controller.submit(submit("waits"), peer="another client")
+    else:
+        controller.cut(RANK)
+    began = controller.now
+    answer = asyncio.run(_tried_again(world, runs=False))
+    assert (answer.status, answer.error["code"]) == (status, code)
+    assert least <= controller.now - began <= most + STEP_S
 
 
 def test_a_prompt_is_paid_once_whatever_is_tried_again(tmp_path: Path) -> None:

@@ -258,6 +258,22 @@ def test_a_client_that_stops_reading_is_cut_off(stream: bool) -> None:
     asyncio.run(run())
 
 
+def test_an_edge_that_serves_looks_for_such_clients_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        config = EdgeConfig(http="127.0.0.1:0")
+        edge = Edge(config, ScriptedClient(letters("ok"), PAIR))  # type: ignore[arg-type]
+        serving = Server(config, edge)
+        looks: list[float] = []
+        monkeypatch.setattr(serving, "cut_off", looks.append)
+        monkeypatch.setattr(server, "LOOK_S", 0.01)
+        looking = asyncio.create_task(server._look(edge, serving))
+        async with asyncio.timeout(60):
+            await until(lambda: len(looks) > 1)
+        looking.cancel()
+
+    asyncio.run(run())
+
+
 async def until(look: Callable[[], Any]) -> Any:
     while not (found := look()):
         await asyncio.sleep(0.01)
