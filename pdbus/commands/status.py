@@ -33,12 +33,14 @@ from pdbus.commands.common import (
 )
 from pdbus.fleet.figures import Sample, slo_of, trouble_of
 from pdbus.fleet.formatting import queue_words
-from pdbus.fleet.history import History, text_of
+from pdbus.fleet.history import History, about, text_of
 from pdbus.fleet.source import BROKER_WAIT_MS, BrokerStatusClient
+from pdbus.fleet.verdict import MARKS, Line, headline_of, lines_of
 
 ONCE_WAIT_MS = 3_000  # for the broker, where nothing is shown again
 WIDTH = 132  # of a table outside a terminal
 COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")
+STYLES = {"bad": "bold red", "late": "bold dark_orange", "warn": "yellow"}
 WORDS = ("rank", "role", "state")
 LEAST_FIRST = (
     "ended",
@@ -109,11 +111,23 @@ def status(
 
 def as_dict(sample: Sample, history: History) -> dict[str, Any]:
     """Return a sample, the last one of `history`, for JSON output: fields by name, as in docs/protocol.md; `trouble`
-    has a sentence for each fault, `conditions` one for each rank that serves badly, and `broker` the broker's counts
-    (None if it did not answer)."""
+    has a sentence for each fault, `conditions` one for each rank that serves badly, `verdict` what the page of a fleet
+    says at its top, and `broker` the broker's counts (None if it did not answer)."""
     broker = _named(sample.broker) if sample.broker is not None else None
     trouble, conditions = trouble_of(sample.status), history.sentences()
-    return {"trouble": trouble, "conditions": conditions, "controller": _named(sample.status), "broker": broker}
+    lines = _lines(history)
+    level, headline = headline_of(lines, sample.status) or ("well", "All is well")
+    items = [{"level": line.level, "kind": line.kind, "text": line.text, "rank": line.rank} for line in lines]
+    verdict = {"level": level, "headline": headline, "lines": items}
+    return {
+        "trouble": trouble, "conditions": conditions, "verdict": verdict, "controller": _named(sample.status),
+        "broker": broker,
+    }  # fmt: skip
+
+
+def _lines(history: History) -> list[Line]:
+    """Return the verdict on the cluster without its notes: the table's lines have those, and the broker's state."""
+    return [line for line in lines_of(history, asks_broker=False) if line.kind != "note"]
 
 
 def _named(value: Any) -> Any:
@@ -151,10 +165,11 @@ def _show(console: Console, sample: Sample, history: History, bus: str, keys: st
     else:
         counts = ", ".join(f"{name} {count}" for name, count in broker.counts.items() if count)
         _print(console, f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
-    for line in trouble_of(seen):
-        _print(console, f"! {line}", style="bold red")
-    for line in history.sentences():
-        _print(console, f"~ {line}", style="yellow")
+    lines = _lines(history)
+    if (headline := headline_of(lines, seen)) is not None and len(lines) > 1:
+        _print(console, f"{MARKS[headline[0]]} {headline[1]}", style=f"bold {STYLES[headline[0]]}")
+    for line in lines:
+        _print(console, f"{MARKS[line.level]} {line.text}", style=STYLES[line.level])
 
 
 def _show_events(console: Console, seen: Status) -> None:
@@ -168,7 +183,8 @@ def _show_events(console: Console, seen: Status) -> None:
         _print(console, f"events: - ({why})")
     for event in seen.events or ():
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_us / 1e6))
-        _print(console, f"{event.number} {clock} {text_of(event)}", style="red" if event.bad else "")
+        line = f"{event.number} {clock} {about(event)}: {text_of(event)}"
+        _print(console, line, style="red" if event.bad else "")
 
 
 def _requests(seen: Status) -> str:

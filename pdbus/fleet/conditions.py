@@ -3,9 +3,11 @@ status`, `pdbus top` and pages say the same, by `Watch.conditions`. Pure.
 
 A rank is slow when each of its steps has taken more than twice the median of the ranks of its role and model for ten
 seconds: with an even number of these the lower of the two in the middle, so of two ranks one can be slow. It is full
-when its KV memory or its run slots are in use by more than 95 %, or when requests have waited there for ten seconds and
-none was taken; at a decode rank the last counts only beside running requests, because a request waits there for its
-prompt too. An engine that does not report what is needed is never slow, or never found to take none.
+when more than 95 % of its KV memory is in use; or when all of its run slots are, and requests wait there, or have for
+two seconds in the queue for ranks of its kind (slots alone that are all in use are just good use); or when requests
+have waited there for ten seconds and none was taken; at a decode rank the last counts only beside running requests,
+because a request waits there for its prompt too. An engine that does not report what is needed is never slow, or never
+found to take none.
 
 Its link is slow when the KV caches that it fetches have taken more than three times the median of its kind, of three
 ranks or more, both a fetch and a token: one that fetches long prompts takes longer a fetch, one that fetches short ones
@@ -19,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from bus.wire.messages import Load, RankStatus
+from bus.wire.messages import Load, QueueStatus, RankStatus
 from pdbus.fleet.formatting import age, name_of, seconds
 
 SLOW_TIMES = 2.0
 HOLDS_S = 10.0
-FULL = 0.95
+FULL = 0.95  # of the KV memory
+WAITS_S = 2.0  # a queue counts once its first request has waited for this long
 COUNTED_S = 15.0  # fetches and prompts are counted over once to twice this time
 KIND = 3  # ranks of a kind, at least, for its median of fetches and hits
 LINK_TIMES = 3.0
@@ -54,29 +57,30 @@ class _Counts(NamedTuple):
 class Watch:
     """The signs of one rank over time. `step_s`: seconds a forward step took, between the last two reports with steps
     between them; `fetch_s`: seconds a fetch and seconds a fetched token; `hits`: the share of prompt tokens that its
-    cache had. None: not known. `full_why`: why it is full; empty: it is not."""
+    cache had; `median_s`: the median `step_s` of its kind. None: not known. `full_why`: why it is full; empty: it is
+    not."""
 
     __slots__ = (
-        "_began", "_cold_why", "_counts", "_epoch", "_link_why", "_load", "_median_s", "_slow_since", "_stepped_at",
-        "_untaken_since", "fetch_s", "full_why", "hits", "step_s",
+        "_began", "_cold_why", "_counts", "_epoch", "_link_why", "_load", "_slow_since", "_stepped_at",
+        "_untaken_since", "fetch_s", "full_why", "hits", "median_s", "step_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.step_s: float | None = None
+        self.median_s: float | None = None
         self.fetch_s: tuple[float, float] | None = None
         self.hits: float | None = None
         self.full_why = self._link_why = self._cold_why = ""
         self._counts: tuple[_Counts, _Counts] | None = None  # from when on it counts, and will next
-        self._began = -1.0
+        self._began = ""
         self._load: Load | None = None
         self._epoch = 0
         self._stepped_at = 0.0
         self._slow_since: float | None = None
-        self._median_s = 0.0
         self._untaken_since: float | None = None
 
-    def see(self, rank: RankStatus, at: float) -> None:
-        """Take in the rank's status at `at` seconds."""
+    def see(self, rank: RankStatus, at: float, queued: bool) -> None:
+        """Take in the rank's status at `at` seconds; `queued`: requests wait in the queue for ranks of its kind."""
         load, before = rank.load, self._load
         if rank.epoch != self._epoch or load is None or before is None:
             self._epoch, self.step_s, self._slow_since, self._untaken_since = rank.epoch, None, None, None
@@ -96,8 +100,9 @@ class Watch:
         self._load = load
         if load is not None and (load.fetches_total or load.admitted_tokens_total):
             self._count(load, at)
-        self._began = rank.epoch_age_s
-        self.full_why = "" if load is None or rank.state != "ready" else self._full_by(rank, load, at)
+        began = "was started again" if rank.restarts else "began"
+        self._began = f"{began} {age(rank.epoch_age_s)} ago" if 0 <= rank.epoch_age_s < COLD_S else ""
+        self.full_why = "" if load is None or rank.state != "ready" else self._full_by(rank, load, at, queued)
 
     def _count(self, load: Load, at: float) -> None:
         now = _Counts(
@@ -127,18 +132,19 @@ class Watch:
     def compare_hits(self, median: float | None) -> None:
         """Compare its share of hits with the median of its kind; None: there are too few to say."""
         self._cold_why = ""
-        if self.hits is None or median is None or median < HITS or not 0 <= self._began < COLD_S:
+        if self.hits is None or median is None or median < HITS or not self._began:
             return
         if self.hits < COLD_SHARE * median:
             hits = f"{self.hits:.0%} of its prompt tokens were in its prefix cache, and {median:.0%} is the median"
-            self._cold_why = f"it began {age(self._began)} ago; {hits}"
+            self._cold_why = f"it {self._began}; {hits}"
 
-    def compare(self, median_s: float, at: float) -> None:
-        """Compare its step time with the median of its kind."""
-        if self.step_s is None or self.step_s <= SLOW_TIMES * median_s:
+    def compare(self, median_s: float | None, at: float) -> None:
+        """Compare its step time with the median of its kind; None: no step time is known of it."""
+        self.median_s = median_s
+        if self.step_s is None or median_s is None or self.step_s <= SLOW_TIMES * median_s:
             self._slow_since = None
-        else:
-            self._slow_since, self._median_s = at if self._slow_since is None else self._slow_since, median_s
+        elif self._slow_since is None:
+            self._slow_since = at
 
     def is_slow(self, at: float) -> bool:
         """Return true if it has been slow for long enough."""
@@ -148,7 +154,7 @@ class Watch:
         """Return what is to be said of the rank now; empty: it does well, or it does not serve."""
         found = [Condition("full", self.full_why)] if self.full_why else []
         if rank.state == "ready" and self.is_slow(at) and self.step_s is not None:
-            median = f"{seconds(self._median_s)} is the median of {rank.role} ranks of {rank.model}"
+            median = f"{seconds(self.median_s)} is the median of {rank.role} ranks of {rank.model}"
             found.insert(0, Condition("slow", f"{seconds(self.step_s)} a step, and {median}"))
         if rank.state == "ready":
             kind = f"of {rank.role} ranks of {rank.model}"
@@ -156,12 +162,13 @@ class Watch:
             found += [Condition("cold", f"{self._cold_why} {kind}")] if self._cold_why else []
         return tuple(found)
 
-    def _full_by(self, rank: RankStatus, load: Load, at: float) -> str:
+    def _full_by(self, rank: RankStatus, load: Load, at: float, queued: bool) -> str:
         if load.kv_capacity and (held := held_tokens(rank, load)) > FULL * load.kv_capacity:
             why = f"{held / load.kv_capacity:.0%} of its KV memory is in use"
             return f"{why}, {load.kv_pinned / load.kv_capacity:.0%} is kept for other ranks" if load.kv_pinned else why
-        if load.max_running and load.running > FULL * load.max_running:
-            return f"{load.running} of {load.max_running} run slots are in use, and {_waiting(load.waiting)}"
+        if 0 < load.max_running <= load.running and (load.waiting or queued):
+            waits = _waiting(load.waiting) + ("" if load.waiting else " here, but some do in the queue")
+            return f"{load.running} of {load.max_running} run slots are in use, and {waits}"
         if self._untaken_since is not None and at - self._untaken_since >= HOLDS_S:
             return f"{_waiting(load.waiting)}, and none was taken for {seconds(at - self._untaken_since)}"
         return ""
@@ -181,11 +188,25 @@ def held_tokens(rank: RankStatus, load: Load) -> int:
     return load.kv_tokens + (load.kv_pinned or 0 if rank.role == "decode" else 0)
 
 
-def watch_all(ranks: Iterable[tuple[RankStatus, Watch]], at: float) -> None:
-    """Take in the status of all ranks at `at` seconds, and compare each with its kind."""
+def taken(rank: RankStatus) -> float | None:
+    """Return the share of a rank's room that is taken, 1 at most: of its run slots by the requests that the controller
+    believes to be there, or of its KV memory by live and awaited tokens, whichever is more. None: not known."""
+    load = rank.load
+    if load is None or not (load.max_running or load.kv_capacity):
+        return None
+    tokens = held_tokens(rank, load) + load.waiting_tokens + rank.in_flight_tokens
+    slots = max(rank.estimate_requests, load.running) / load.max_running if load.max_running else 0.0
+    return min(1.0, max(slots, tokens / load.kv_capacity if load.kv_capacity else 0.0))
+
+
+def watch_all(ranks: Iterable[tuple[RankStatus, Watch]], at: float, queue: QueueStatus | None = None) -> None:
+    """Take in the status of all ranks at `at` seconds and what waits in the queue, and compare each rank with its
+    kind."""
+    waits = queue.kinds if queue is not None and queue.oldest_s >= WAITS_S else ()
+    wanted = {(role, kind.model) for kind in waits if not kind.pinned for role in kind.roles}
     kinds: dict[tuple[str, str], list[Watch]] = {}
     for rank, watch in ranks:
-        watch.see(rank, at)
+        watch.see(rank, at, bool(wanted) and not wanted.isdisjoint(((rank.role, rank.model), (rank.role, ""))))
         if rank.state == "ready":
             kinds.setdefault((rank.role, rank.model), []).append(watch)
         elif watch._slow_since is not None:
@@ -200,7 +221,7 @@ def watch_all(ranks: Iterable[tuple[RankStatus, Watch]], at: float) -> None:
             fetch_s = a_fetch, a_token
         of_hits = _median(hits) if len(hits) >= KIND else None
         for watch in watches:
-            watch.compare(_median(steps) if steps else 0.0, at)
+            watch.compare(_median(steps) if steps else None, at)
             watch.compare_link(fetch_s)
             watch.compare_hits(of_hits)
 

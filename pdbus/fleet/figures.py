@@ -97,10 +97,11 @@ class RankFigures:
     cached_s: float | None = None  # of those, found in its prefix cache
     computed_s: float | None = None  # prompt tokens computed
     output_s: float | None = None  # output tokens
-    busy: float | None = None  # share of the time that its engine computed
+    busy: float | None = None  # share of the time that a prefill rank computed: others step while one request runs
     ttft: tuple[int, ...] = ()
     tpot: tuple[int, ...] = ()
     step_s: float | None = None  # seconds a forward step took lately
+    median_step_s: float | None = None  # the median of its role and model
     conditions: tuple[Condition, ...] = ()  # what it does badly, if anything
 
     @property

@@ -8,7 +8,6 @@ changed, and lists of requests that did. All readers get the same bytes.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from itertools import islice
@@ -17,11 +16,11 @@ from typing import Any
 import msgspec
 
 from bus.histogram import quantile
-from bus.wire.messages import ListedRequest, MemberKey, QueueStatus, RankStatus, RequestLists
+from bus.wire.messages import ListedRequest, MemberKey, RankStatus, RequestLists, Status
 from pdbus.fleet.conditions import Condition
 from pdbus.fleet.figures import Sample, slo_of
 from pdbus.fleet.history import FleetRow, History, News
-from pdbus.fleet.verdict import Slos, lines_of, shortened
+from pdbus.fleet.verdict import headline_of, lines_of, short_of, shortened
 
 FACTS = ("id", "instance", "dp_rank", "role", "model", "host", "since", "restarts", "max_running", "kv_capacity")
 FIGURES = (
@@ -37,7 +36,6 @@ ROW = tuple(name for name in FleetRow._fields if name != "at")
 LISTS = RequestLists.__struct_fields__
 RATED, ROUND = 128, 8  # ranks whose rates are in one message: of more they come in turns, of each within 8 messages
 NAMES = 20  # codes, keys
-SLO_SAMPLES = 60
 
 _JSON = msgspec.json.Encoder()
 
@@ -65,7 +63,6 @@ class Frames:
         self._news: News | None = None  # the last that was sent
         self._row: FleetRow | None = None
         self._lists: dict[str, list[Any]] = {}  # of requests, by name
-        self._slos: deque[tuple[int, int]] = deque(maxlen=SLO_SAMPLES)
         self._snapshot: bytes | None = None
 
     def add(self, update: Sample | str) -> bytes:
@@ -176,25 +173,19 @@ class Frames:
 
     def _head_of(self, sample: Sample) -> dict[str, Any]:
         status, counts = sample.status, sample.status.counts
-        slo = slo_of(status)
-        self._slos.append((slo.get("kept", 0), slo.get("missed", 0)))
-        first = self._slos[0]
-        lately = Slos(*(max(0, now - then) for now, then in zip(self._slos[-1], first, strict=True)))
-        lines = lines_of(self.history, lately, asks_broker=self._asks_broker)
-        wrong = Counter(
-            (line.kind, line.rank and sample.by_key[line.rank].role) for line in lines if line.kind != "note"
-        )
+        lines = lines_of(self.history, asks_broker=self._asks_broker)
         return {
             "silent": "", "controller": status.controller, "uptime_s": int(status.uptime_s), "methods": status.methods,
+            "headline": headline_of(lines, status),
             "lines": [(line.level, line.kind, line.text, self._ids.get(line.rank) if line.rank else None)
                       for line in shortened(lines)],
-            "wrong": [(*of, count) for of, count in wrong.items()],
-            "queue": _queue(status.queue), "waiting": counts.get("queue_requests", 0),
+            "medians": [(*kind, _short(median_s)) for *kind, median_s in self.history.medians_s()],
+            "queue": _queue(status), "waiting": counts.get("queue_requests", 0),
             "live": counts.get("requests", 0), "done": counts.get("done", 0),
             "failed": sorted(sample.failed.items(), key=lambda item: -item[1])[:NAMES],
             "refused": sorted(sample.refused.items(), key=lambda item: -item[1])[:NAMES],
             "ttft_slo_s": self._slo_s[0] or status.ttft_slo_s, "tpot_slo_s": self._slo_s[1] or status.tpot_slo_s,
-            "slo": (lately.kept, lately.missed) if slo else None,
+            "slo": self.history.slos_lately() if slo_of(status) else None,
             "loads": any(rank.endpoint for rank in status.ranks), "events": status.events is not None,
             "requests": status.requests is not None,
         }  # fmt: skip
@@ -237,7 +228,7 @@ def _row(row: FleetRow) -> list[Any]:
 def _news(each: News) -> tuple[Any, ...]:
     event = each.event
     rank = f"{event.instance}/{event.dp_rank}" if event is not None and event.instance else ""
-    return round(each.wall, 1), each.text, each.bad, rank
+    return round(each.wall, 1), each.text, each.bad, rank, each.about
 
 
 def _lists(lists: RequestLists | None) -> dict[str, list[Any]]:
@@ -249,10 +240,11 @@ def _request(one: ListedRequest) -> tuple[Any, ...]:
     return one.rid, came, first_token_s, one.model, one.prompt_tokens, one.attempt, one.ranks, one.late
 
 
-def _queue(queue: QueueStatus | None) -> dict[str, Any] | None:
+def _queue(status: Status) -> dict[str, Any] | None:
+    queue = status.queue
     if queue is None:
         return None
-    kinds = [(kind.model, kind.roles, kind.requests, kind.pinned) for kind in queue.kinds]
+    kinds = [(kind.model, kind.roles, kind.requests, kind.pinned, short_of(kind, status)) for kind in queue.kinds]
     return {
         "requests": queue.requests, "oldest_s": round(queue.oldest_s, 1), "kinds": kinds[:NAMES],
         "priorities": queue.priorities[:NAMES], "keys": queue.keys,

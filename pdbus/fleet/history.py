@@ -18,7 +18,7 @@ from typing import NamedTuple
 from bus.histogram import BOUNDS_S, quantile, since
 from bus.wire.messages import ControllerEvent, MemberKey, RankStatus
 from pdbus.fleet.conditions import Condition, Watch, sentence_of, watch_all
-from pdbus.fleet.figures import Figures, RankFigures, Sample
+from pdbus.fleet.figures import DEAD, Figures, RankFigures, Sample, slo_of
 
 WINDOW_S = 20.0
 SPAN_S = 900.0  # of the rows
@@ -34,6 +34,11 @@ COUNTERS = (
 ENDED = len(COUNTERS)  # where `RankStatus.ended_total` is among a mark's numbers
 PLACE = {name: place for place, name in enumerate(COUNTERS)}
 UNKNOWN = -1
+SLOS_S = 60.0  # over which first tokens with an SLO are counted
+ABOUT = {  # what a controller's event of no rank alone is about, in a word
+    "failed": "requests", "adopted": "requests", "unreachable": "clients", "refused": "refusals", "drain_ordered":
+    "order", "reloaded": "order", "policy_failed": "method", "key_revoked": "keys", "started": "controller",
+}  # fmt: skip
 WORDS = {  # the verb of a rank's event; others have their own word
     "joined": "joined", "restarted": "was started again", "forgotten": "is forgotten", "suspect": "may be lost",
     "drain_ordered": "shall drain", "draining": "drains",
@@ -94,10 +99,11 @@ WIDTH = len(RankRow._fields)
 
 @dataclass(frozen=True)
 class News:
-    """An event as a line; `wall` is its time in seconds since 1970, `bad` marks trouble. `event`: the controller's,
-    None where the watcher saw it itself."""
+    """An event as a line; `about` names what it is of in a word, `wall` is its time in seconds since 1970, `bad` marks
+    trouble. `event`: the controller's, None where the watcher saw it itself."""
 
     wall: float
+    about: str
     text: str
     bad: bool = False
     event: ControllerEvent | None = None
@@ -148,6 +154,9 @@ class History:
         self._latencies: deque[tuple[list[int], list[int]]] = deque(maxlen=LATENCY_ROWS)
         self._fresh = [0] * (len(BOUNDS_S) + 1), [0] * (len(BOUNDS_S) + 1)  # ttft and tpot since the last row
         self._counts_then: dict[str, int] = {}
+        self._slos: deque[tuple[float, int, int]] = (
+            deque()
+        )  # of first tokens: when, and how many kept and missed theirs
         self._rank_row_at = -math.inf
 
     # --- samples come -------------------------------------------------------------------------------------------
@@ -161,11 +170,16 @@ class History:
         self._take_news(last, sample, restarted)
         if restarted:
             self._marks.clear()
+            self._slos.clear()
             self._counts_then = {}
         self._last = sample
         self._follow(sample, restarted)
         self._mark(sample)
-        watch_all(((track.now, track.watch) for track in self._ranks.values()), at)
+        slo = slo_of(sample.status)
+        self._slos.append((at, slo.get("kept", 0), slo.get("missed", 0)))
+        while self._slos[0][0] < at - SLOS_S:
+            self._slos.popleft()
+        watch_all(((track.now, track.watch) for track in self._ranks.values()), at, sample.status.queue)
         if not self.rows or at - self.rows[-1].at >= ROW_S - JITTER_S:
             self._add_row(sample)
         if at - self._rank_row_at >= RANK_ROW_S - JITTER_S:
@@ -176,24 +190,25 @@ class History:
     def _take_news(self, last: Sample | None, sample: Sample, restarted: bool) -> None:
         status = sample.status
         if restarted:
-            self.news.append(News(sample.wall, f"{status.controller} was started again", bad=True))
+            self.news.append(News(sample.wall, "controller", f"{status.controller} was started again", bad=True))
             self.next_event = 0  # its numbers begin again; what it says of those asked for is said then
             events: tuple[ControllerEvent, ...] = ()
         else:
             events = tuple(each for each in status.events or () if each.number >= self.next_event)
         for event in events:
             self.next_event = event.number + 1
-            self.news.append(News(event.at_us / 1e6, text_of(event), event.bad, event))
+            self.news.append(News(event.at_us / 1e6, about(event), text_of(event), event.bad, event))
         if last is None or status.epoch != last.status.epoch:
             return
         if (last.broker is None) != (sample.broker is None):
             gone = sample.broker is None
-            self.news.append(News(sample.wall, "no broker answers" if gone else "a broker answers again", bad=gone))
+            text = "no broker answers" if gone else "a broker answers again"
+            self.news.append(News(sample.wall, "broker", text, bad=gone))
         elif last.broker is not None and sample.broker is not None and last.broker.epoch == sample.broker.epoch:
             grown = _grown(sample.refused, last.refused).items()
             more = [f"{name} {new}" for name, (_, new) in grown if new and name.startswith("broker ")]
             if more:
-                self.news.append(News(sample.wall, f"refused: {', '.join(more)}", bad=True))
+                self.news.append(News(sample.wall, "refusals", f"refused: {', '.join(more)}", bad=True))
 
     def _follow(self, sample: Sample, restarted: bool) -> None:
         """Take in each rank's new status, and add up what has grown since the last."""
@@ -254,7 +269,7 @@ class History:
             for q in (0.5, 0.99)
         ]
         tracks = self._ranks.values()
-        loads = [track.now.load for track in tracks if track.now.load is not None]
+        loads = [track.now.load for track in tracks if track.now.load is not None and track.now.state not in DEAD]
         prompt_s, cached_s, output_s, sent_s = map(rate, self._grown.values())
         ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s = latencies
         self.rows.append(
@@ -325,6 +340,13 @@ class History:
         failed = {code: new for code, (_, new) in _grown(self._last.failed, first.failed).items() if new}
         return failed, max(0, self._last.status.counts.get("done", 0) - first.done)
 
+    def slos_lately(self) -> tuple[int, int]:
+        """Return how many first tokens kept their SLO in the last minute, and how many missed it."""
+        (_, kept, missed), (_, kept_now, missed_now) = (
+            (self._slos[0], self._slos[-1]) if self._slos else ((0.0, 0, 0),) * 2
+        )
+        return max(0, kept_now - kept), max(0, missed_now - missed)
+
     def latest(self, key: MemberKey) -> RankRow | None:
         """Return the last row of a rank; None: there is none yet."""
         track = self._ranks.get(key)
@@ -334,6 +356,12 @@ class History:
         """Return the seconds that a forward step of a rank took lately; None: not known."""
         track = self._ranks.get(key)
         return track.watch.step_s if track is not None else None
+
+    def medians_s(self) -> list[tuple[str, str, float]]:
+        """Return the median seconds of a forward step of each role and model, where they are known."""
+        ready = (track for track in self._ranks.values() if track.now.state == "ready")
+        found = {(track.now.role, track.now.model): track.watch.median_s for track in ready}
+        return [(*kind, median_s) for kind, median_s in found.items() if median_s is not None]
 
     def figures_of(self, rank: RankStatus) -> RankFigures:
         """Return the figures of one rank of the last status, without its conditions. Raises KeyError for any other."""
@@ -388,6 +416,7 @@ class History:
             ttft=since(rank.ttft_counts, first.ttft if first is not None else ()),
             tpot=since(rank.tpot_counts, first.tpot if first is not None else ()),
             step_s=self._ranks[key].watch.step_s,
+            median_step_s=self._ranks[key].watch.median_s,
             conditions=conditions.get(key, ()),
         )
         began = next(  # only of this start of the rank: another start has its own counts
@@ -399,6 +428,13 @@ class History:
             None,
         )
         return figures if began is None or rank.load is None else _with_load(figures, *began, self._last.at)
+
+
+def about(event: ControllerEvent) -> str:
+    """Return what an event is about, in a word."""
+    if event.what.startswith("broker_"):
+        return "broker"
+    return ABOUT.get(event.what) or ("rank" if event.instance else "cluster")
 
 
 def text_of(event: ControllerEvent) -> str:
@@ -449,7 +485,8 @@ def _with_load(figures: RankFigures, then: float, before: array[int], now: float
         more: int = getattr(load, name) - before[PLACE[name]]
         return max(0, more) / elapsed_s
 
-    prefills = figures.rank.role != "decode"
+    role = figures.rank.role
+    prefills = role != "decode"
     # A rank that does not report admitted tokens counts prompts at their arrival; mixing both would be wrong.
     counts = bool(load.admitted_tokens_total)
     prompt_s, cached_s = rate("admitted_tokens_total" if counts else "prompt_tokens_total"), rate("cached_tokens_total")
@@ -461,7 +498,7 @@ def _with_load(figures: RankFigures, then: float, before: array[int], now: float
         cached_s=cached_s if prefills and reports_hits else None,
         computed_s=computed_s if prefills else None,
         output_s=rate("output_tokens_total"),
-        busy=min(1.0, rate("busy_us_total") / 1e6) if load.busy_us_total else None,
+        busy=min(1.0, rate("busy_us_total") / 1e6) if load.busy_us_total and role == "prefill" else None,
     )
 
 

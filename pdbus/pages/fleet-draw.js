@@ -1,6 +1,6 @@
 // The elements of a fleet's page: tiles, heat maps and charts. Text is always set as text.
 
-import { CHOICES, age, kvParts, number, seconds, share, stateOf } from "./fleet-state.js";
+import { CHOICES, age, clock, isOld, kvParts, number, reportedAt, seconds, share, stateOf } from "./fleet-state.js";
 
 export const $ = (id) => document.getElementById(id);
 
@@ -28,33 +28,35 @@ export function put(element, text) { if (element.textContent !== text) element.t
 
 export function tile(rank, choose) {
   const parts = {};
-  for (const name of ["name", "host", "state", "run", "step", "estimate"]) parts[name] = el(name === "name" ? "b" : "span");
+  for (const name of ["name", "host", "state", "when", "run", "step", "estimate"]) parts[name] = el(name === "name" ? "b" : "span");
   parts.bar = el("span", { class: "bar", "aria-hidden": "true" });
   for (const kind of ["live", "kept", "cached"]) parts.bar.append(parts[kind] = el("i", { class: kind }));
   parts.kv = el("span");
-  const made = el("button", { type: "button", click: () => choose(rank.id) }, parts.state, parts.name, parts.host, parts.run, parts.bar, parts.kv, parts.step, parts.estimate);
+  const made = el("button", { type: "button", click: () => choose(rank.id) }, parts.state, parts.name, parts.host, parts.when, parts.run, parts.bar, parts.kv, parts.step, parts.estimate);
   made.parts = parts;
   return made;
 }
 
-export function renewTile(made, rank, chosen) {
-  const { parts } = made, state = stateOf(rank), kv = kvParts(rank);
-  const kind = `tile ${state.kind}${rank.id === chosen ? " chosen" : ""}`;
+export function renewTile(made, rank, fleet, chosen) {
+  const { parts } = made, state = stateOf(rank), kv = kvParts(rank), old = isOld(rank);
+  const kind = `tile ${state.kind}${old ? " old" : ""}${rank.id === chosen ? " chosen" : ""}`;
   if (made.className !== kind) made.className = kind;
   parts.state.className = `state ${state.tone}`;
   put(parts.state, `${state.mark.length === 1 && state.kind === "dead" ? "✕ " : ""}${state.word}`);
   put(parts.name, rank.name);
   put(parts.host, made.lone && rank.host ? `on ${rank.host}` : "");
-  const slots = rank.max_running ? ` of ${rank.max_running}` : "";
-  put(parts.run, rank.running === null ? "no load report yet" : `${rank.running}${slots} running, ${rank.waiting} waiting`);
+  const slots = rank.max_running ? ` of ${rank.max_running}` : "", reported = rank.running !== null;
+  put(parts.when, old && reported ? `as last reported ${reportedAt(rank, fleet.wall)}:` : "");
+  put(parts.run, reported ? `${rank.running}${slots} running, ${rank.waiting} waiting` : "no load report yet");
   for (const each of ["live", "kept", "cached"]) {
     const width = `${Math.round(1000 * Math.min(1, kv?.[each] ?? 0)) / 10}%`;
     if (parts[each].style.width !== width) parts[each].style.width = width;
   }
   put(parts.kv, kv ? `KV ${share(kv.live)} live${rank.kv_pinned === null ? "" : `, ${share(kv.kept)} kept`}${rank.kv_cached === null ? "" : `, ${share(kv.cached)} cached`}` : "KV –");
-  put(parts.step, `step ${seconds(rank.step_s)}${rank.busy === null || rank.busy === undefined ? "" : `, busy ${share(rank.busy)}`}`);
+  const median_s = fleet.median(rank), busy = rank.busy ?? null;
+  put(parts.step, old ? "" : `step ${seconds(rank.step_s)}${median_s === null ? "" : ` (median ${seconds(median_s)})`}${busy === null ? "" : `, busy ${share(busy)}`}`);
   const report = rank.age_s === null ? "never reported" : `reported ${rank.running + rank.waiting} ${rank.age_s < 2 ? "just now" : `${age(rank.age_s)} ago`}`;
-  put(parts.estimate, `estimate ${rank.estimate_requests}, ${report}`);
+  put(parts.estimate, old ? "" : `estimate ${rank.estimate_requests}, ${report}`);
 }
 
 // --- many ranks as a heat map ----------------------------------------------------------------------------------------
@@ -166,10 +168,15 @@ export function renewChart(made, times, series, { show, limit = 0, note = "", ev
   caption.replaceChildren(el("b", {}, title + note), ...series.map(([name, its], place) =>
     el("span", { class: `t${place}` }, `${["━", "╍", "┅"][place]} ${name} ${show(its.at(-1) ?? null)}`)),
     ...(limit ? [el("span", {}, `╌ SLO ${show(limit)}`)] : []));
+  const seen = events.filter(([time]) => time >= from), named = seen.findLast(([, , bad]) => bad) ?? seen.at(-1);
+  if (named) {
+    const [time, text, bad] = named, more = seen.length > 1 ? ` (and ${seen.length - 1} more)` : "";
+    caption.append(el("span", { class: `events${bad ? " bad" : ""}` }, `${bad ? "┃" : "╷"} ${clock(time)} ${text.split(": ").slice(0, 2).join(": ")}${more}`));
+  }
   const lines = [0, top].map((value) => svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: up(value), y2: up(value) }));
-  const marks = events.filter(([time]) => time >= from).slice(-200).map(([time, text, bad]) => {
+  const marks = seen.slice(-200).map(([time, text, bad]) => {
     const x = across(time), mark = svg("line", { class: bad ? "event bad" : "event", x1: x, x2: x, y1: bad ? TOP : HEIGHT - BOTTOM - 14, y2: HEIGHT - BOTTOM });
-    mark.append(svg("title", {}, text));
+    mark.append(svg("title", {}, `${clock(time)} ${text}`));
     return mark;
   });
   const paths = series.map(([, its], place) => {

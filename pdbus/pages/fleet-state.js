@@ -45,6 +45,9 @@ export class Fleet {
   column(name) { const place = this.names.row.indexOf(name); return this.rows.map((row) => row[place]); }
   now(name) { return this.rows.length ? this.rows.at(-1)[this.names.row.indexOf(name)] : null; }
 
+  // The median seconds of a step of a rank's role and model; null: not known.
+  median(rank) { return (this.head.medians ?? []).find(([role, model]) => role === rank.role && model === rank.model)?.[2] ?? null; }
+
   of(role) {
     return [...this.ranks.values()].filter((rank) => rank.role === role)
       .sort((a, b) => a.instance.localeCompare(b.instance, "en", { numeric: true }) || a.dp_rank - b.dp_rank);
@@ -78,6 +81,10 @@ export function kvParts(rank) {
 }
 
 export function kvShare(rank) { const parts = kvParts(rank); return parts && parts.live + parts.kept; }
+
+// True if its figures are those that it reported before it stopped.
+export const isOld = (rank) => DEAD.has(rank.state) || rank.state === "gone";
+export const reportedAt = (rank, wall) => (rank.age_s === null ? "never" : `at ${clock(wall - rank.age_s)}, ${age(rank.age_s)} ago`);
 
 export function stateOf(rank) {
   if (DEAD.has(rank.state)) return { word: rank.state, kind: "dead", tone: "bad", mark: "✕" };

@@ -1,7 +1,7 @@
 // The fleet's page: what it shows of the messages, and what a user may choose.
 
 import { $, HeatMap, chart, el, put, renewChart, renewTile, table, tile } from "./fleet-draw.js";
-import { CHOICES, CONDITIONS, DEAD, Fleet, age, bytes, clock, counted, kvShare, number, seconds, share, stateOf } from "./fleet-state.js";
+import { CHOICES, CONDITIONS, DEAD, Fleet, age, bytes, clock, counted, isOld, kvShare, number, reportedAt, seconds, share, stateOf } from "./fleet-state.js";
 import { Requests } from "./fleet-requests.js";
 import { watch } from "./fleet-stream.js";
 
@@ -9,15 +9,9 @@ const MANY = 100, ROWS = 12, MORE_ROWS = 50, ROLES = ["prefill", "decode", "unif
 const COLUMNS = ["estimated requests", "running", "waiting", "KV memory in use", "step time", "busy", "prompt tokens/s", "output tokens/s", "cache hits", "TTFT p99", "KV fetch", "age of report", "failed"];
 const MAIN = new Set(["estimated requests", "running", "waiting", "KV memory in use", "step time", "age of report"]);
 
-// Of each kind of sentence: the word before it, and what the headline says of so many.
-const KINDS = {
-  unserved: ["✕ none", (count, ranks, text) => text], dead: ["✕ dead", (count, ranks) => `${ranks} ${is(count)} dead`],
-  broker: ["✕ broker", () => "the broker does not answer"], failing: ["✕ fail", () => "requests fail"], queue: ["▲ waits", () => "requests wait for room"],
-  slo: ["▲ late", () => "SLOs are missed"], slow: ["▲ slow", (count, ranks) => `${ranks} ${is(count)} slow`],
-  full: ["▲ full", (count, ranks) => `${ranks} ${is(count)} full`], link: ["▲ link", (count, ranks) => `KV caches come slowly to ${ranks}`],
-  cold: ["▲ cold", (count, ranks) => `the prefix ${count === 1 ? "cache" : "caches"} of ${ranks} ${is(count)} cold`], note: ["note"],
-};
-const is = (count) => (count === 1 ? "is" : "are");
+// The word before a sentence of each kind, and the mark of how bad it is.
+const KINDS = { unserved: "none", dead: "dead", broker: "broker", failing: "fail", queue: "waits", slo: "late", slow: "slow", full: "full", link: "link", cold: "cold", note: "note" };
+const MARKS = { bad: "✕", late: "◆", warn: "▲", note: "" };
 
 const fleet = new Fleet();
 const choice = { figure: "estimated requests", rank: null, rows: ROWS, sort: "state", up: false, find: "" };
@@ -42,12 +36,15 @@ function open(id) {
 function summary() {
   const ranks = [...fleet.ranks.values()], states = byState(ranks);
   const parts = [...states].filter(([state]) => state !== "ready").map(([state, some]) => `${some.length} ${state}`);
-  const ready = states.get("ready")?.length ?? 0, waits = ranks.reduce((sum, rank) => sum + (rank.waiting ?? 0), 0);
+  const ready = states.get("ready")?.length ?? 0, waits = total(ranks, "waiting");
   const failing = fleet.now("failed_s");
   return `${ready} of ${counted(ranks.length, "rank")} ready${parts.length ? ` (${parts.join(", ")})` : ""}, `
     + `${number(fleet.now("done_s"))} requests/s done, ${number(failing)}/s failed, ${number(fleet.head.live)} live, `
     + `${number(waits)} waiting at ranks, ${number(fleet.head.waiting)} in the queue`;
 }
+
+// The sum of a figure over the ranks that serve: the last figures of others are not of now.
+const total = (ranks, name) => ranks.reduce((sum, rank) => sum + (isOld(rank) ? 0 : rank[name] ?? 0), 0);
 
 function byState(ranks) {
   const found = new Map();
@@ -56,17 +53,16 @@ function byState(ranks) {
 }
 
 function verdict() {
-  const { head } = fleet, lines = head.lines ?? [], wrong = head.wrong ?? [];
-  const silent = trouble || head.silent, bad = lines.some(([level]) => level === "bad");
-  const box = $("verdict"), kind = silent && (trouble || fleet.seq >= 0) || bad ? "bad" : wrong.length ? "warn" : fleet.seq < 0 ? "wait" : "well";
+  const { head } = fleet, lines = head.lines ?? [], [level, words] = head.headline ?? ["well", "All is well"];
+  const silent = trouble || head.silent, box = $("verdict");
+  const kind = silent && (trouble || fleet.seq >= 0) ? "bad" : fleet.seq < 0 ? "wait" : level;
   if (box.className !== kind) box.className = kind;
   const [headline, list] = [box.querySelector(".headline"), box.querySelector("ul")];
-  const words = wrong.map(([which, role, count]) => KINDS[which][1](count, counted(count, `${role} rank`), lines.find(([, each]) => each === which)[2])).join(", and ");
-  put(headline, silent ? `✕ ${upper(silent)}` : words ? `${bad ? "✕" : "▲"} ${upper(words)}` : "✓ All is well");
+  put(headline, silent ? `✕ ${upper(silent)}` : `${MARKS[level] ?? "✓"} ${words}`);
   const key = JSON.stringify([lines, silent]);
   if (list.dataset.shown !== key) {
     list.dataset.shown = key;
-    list.replaceChildren(...lines.map(([level, which, text, id]) => el("li", {}, el("span", { class: `mark ${level}` }, KINDS[which][0]), " ",
+    list.replaceChildren(...lines.map(([level, which, text, id]) => el("li", {}, el("span", { class: `mark ${level}` }, `${MARKS[level]} ${KINDS[which]}`.trim()), " ",
       id === null ? `${text}.` : el("button", { type: "button", click: () => open(id) }, `${text}.`))), el("li", { class: "summary" }));
   }
   if (fleet.seq < 0) return;
@@ -81,15 +77,15 @@ const upper = (text) => text[0].toUpperCase() + text.slice(1);
 function box(role, ranks, many) {
   const host = $(role), body = host.querySelector(".body"), ready = ranks.filter((rank) => rank.state === "ready").length;
   const dead = ranks.filter((rank) => DEAD.has(rank.state)).length;
-  const add = (name) => ranks.reduce((sum, rank) => sum + (rank[name] ?? 0), 0);
-  const kv = ranks.map(kvShare).filter((value) => value !== null);
+  const add = (name) => total(ranks, name), slots = add("max_running");
+  const kv = ranks.filter((rank) => !isOld(rank)).map(kvShare).filter((value) => value !== null);
   const words = [`${ready} of ${counted(ranks.length, "rank")} ready`];
   if (dead) words.push(`${dead} dead`);
   for (const [condition, word] of Object.entries(CONDITIONS)) {
     const count = ranks.filter((rank) => rank.condition === condition).length;
     if (count) words.push(`${count} ${word}`);
   }
-  words.push(`${number(add("running"))} running`, `${number(add("waiting"))} waiting`);
+  words.push(`${number(add("running"))}${slots ? ` of ${number(slots)}` : ""} running`, `${number(add("waiting"))} waiting`);
   if (role !== "decode") words.push(`${number(add("prompt_s"))} prompt tokens/s`);
   if (role !== "prefill") words.push(`${number(add("output_s"))} output tokens/s`);
   if (kv.length) words.push(`KV ${share(kv.reduce((sum, value) => sum + value, 0) / kv.length)} in use`);
@@ -103,7 +99,7 @@ function box(role, ranks, many) {
     } else tiles(boxes[role], body, ranks);
   }
   if (many) boxes[role].map.show(ranks, choice.figure, choice.rank);
-  else for (const rank of ranks) renewTile(boxes[role].tiles.get(rank.id), rank, choice.rank);
+  else for (const rank of ranks) renewTile(boxes[role].tiles.get(rank.id), rank, fleet, choice.rank);
 }
 
 function tiles(its, body, ranks) {
@@ -121,15 +117,16 @@ function tiles(its, body, ranks) {
 
 function queue() {
   const { head } = fleet, its = head.queue, waits = head.waiting ?? 0;
+  const short = [...new Set((its?.kinds ?? []).flatMap(([, , , , roles]) => roles))];
   put($("queue").querySelector(".sum"), its === null ? (waits ? `${waits} wait (it is not said which)` : "nothing waits")
-    : waits ? `${counted(waits, "request")} wait${waits === 1 ? "s" : ""}, the first for ${age(its?.oldest_s ?? null)}` : "nothing waits");
+    : waits ? `${counted(waits, "request")} wait${waits === 1 ? "s" : ""}, the first for ${age(its?.oldest_s ?? null)}; no room: ${short.join(", ")}` : "nothing waits");
   const body = $("queue").querySelector(".body");
   const key = JSON.stringify(its && waits ? [its.kinds, its.priorities, its.keys] : []);
   if (body.dataset.shown === key) return;
   body.dataset.shown = key;
   if (!its || !waits) { body.replaceChildren(); return; }
-  const kinds = its.kinds.map(([model, roles, requests, pinned]) => [`${roles.join(" + ")}${model ? ` of ${model}` : ""}${pinned ? " (chosen)" : ""}`, requests]);
-  body.replaceChildren(table(["for ranks of", "requests"], kinds),
+  const kinds = its.kinds.map(([model, roles, requests, pinned]) => [`${roles.join(", then ")}${model ? ` of ${model}` : ""}${pinned ? " (chosen)" : ""}`, requests]);
+  body.replaceChildren(table(["need", "requests"], kinds),
     ...(its.priorities.length > 1 ? [table(["priority", "requests"], its.priorities.map(([priority, requests]) => [String(priority), requests]))] : []),
     ...(its.keys.some(([name]) => name) ? [table(["key", "requests"], its.keys.map(([name, requests]) => [name || "(none)", requests]))] : []));
 }
@@ -140,7 +137,7 @@ function legend(many) {
   host.dataset.mode = mode;
   if (many) host.replaceChildren(hint || "A rank is a cell, filled by the chosen figure: ✕ dead, S slow, F full, L slow link, C cold cache, small letters: its state. Click one, or move with the arrow keys.");
   else host.replaceChildren("KV memory:", ...[["live", "of live requests"], ["kept", "kept for other ranks"], ["cached", "cache that can be given up"]]
-    .flatMap(([kind, text]) => [el("span", { class: `swatch ${kind}` }), text]), ". Estimate: requests that the controller believes to be there.");
+    .flatMap(([kind, text]) => [el("span", { class: `swatch ${kind}` }), text]), ". Median: of its role and model. Estimate: requests that the controller believes to be there.");
 }
 
 // --- one rank --------------------------------------------------------------------------------------------------------
@@ -169,7 +166,8 @@ function detail() {
     host.replaceChildren(el("header", {}, el("h2", {}, rank.name), el("p", { class: "what" }), el("button", { type: "button", click: () => open(rank.id) }, "Close")), el("dl"), grid);
   }
   const state = stateOf(rank), why = (fleet.head.lines ?? []).filter(([, , , id]) => id === rank.id).map(([, , text]) => text).join("; ");
-  put(host.querySelector(".what"), `${rank.role} rank of ${rank.model}, ${state.word}${rank.since ? ` since ${clock(rank.since)}` : ""}${why ? `. ${why}` : ""}`);
+  put(host.querySelector(".what"), `${rank.role} rank of ${rank.model}, ${state.word}${rank.since ? ` since ${clock(rank.since)}` : ""}${why ? `. ${why}` : ""}${isOld(rank) ? `. What follows is as it last reported, ${reportedAt(rank, fleet.wall)}` : ""}`);
+  host.classList.toggle("old", isOld(rank));
   const facts = [["host", rank.host || "this machine"], ["restarts", number(rank.restarts)], ...Object.entries(CHOICES).map(([name, { of, show }]) => [name, show(of(rank) ?? null)]),
     ["run slots", number(rank.max_running)], ["KV memory", `${number(rank.kv_capacity)} tokens`], ["live", `${number(rank.kv_live)} tokens`], ["kept for others", `${number(rank.kv_pinned)} tokens`],
     ["in its cache", `${number(rank.kv_cached)} tokens`], ["estimated tokens", number(rank.estimate_tokens)], ["TTFT p50", seconds(rank.ttft_p50_s)], ["TPOT p50", seconds(rank.tpot_p50_s)], ["KV received/s", bytes(rank.kv_received_bytes_s)]];
@@ -206,6 +204,7 @@ function ranksTable(ranks) {
     name.dataset.id = rank.id;
     put(name, rank.name);
     put(cells[1], `${state.mark} ${state.word}`.trim());
+    body.rows[place].className = isOld(rank) ? "old" : "";
     COLUMNS.forEach((column, at) => {
       if (cells[2 + at].className !== kinds[at]) cells[2 + at].className = kinds[at];
       put(cells[2 + at], CHOICES[column].show(CHOICES[column].of(rank) ?? null));
@@ -224,7 +223,7 @@ const CHARTS = ["Requests/s", "Tokens/s", "Time to first token", "Time per outpu
 
 function charts() {
   const times = fleet.column("wall"), until = times.at(-1) ?? fleet.wall, col = (name) => fleet.column(name), { head } = fleet;
-  const events = fleet.news.map(([wall, text, bad]) => [wall, `${clock(wall)} ${text}`, bad]);
+  const events = fleet.news.map(([wall, text, bad, , about]) => [wall, `${about}: ${text}`, bad]);
   const slo = head.slo ? `: ${head.slo[0]} kept their SLO in the last minute, ${head.slo[1]} missed it` : "";
   const capacity = col("kv_capacity"), used = col("kv_tokens").map((value, at) => (capacity[at] ? value / capacity[at] : null));
   const drawn = [
@@ -244,7 +243,8 @@ function events() {
   if (host.dataset.shown === key) return;
   host.dataset.shown = key;
   const none = fleet.head.events === false && fleet.head.loads ? "This controller is older than this page, and keeps no events." : "Nothing has happened yet.";
-  host.replaceChildren(...(latest.length ? latest.map(([wall, text, bad]) => el("li", bad ? { class: "bad" } : {}, el("time", {}, clock(wall)), ` ${bad ? "✕ " : ""}${text}`)) : [el("li", {}, none)]));
+  host.replaceChildren(...(latest.length ? latest.map(([wall, text, bad, , about]) =>
+    el("li", bad ? { class: "bad" } : {}, el("time", {}, clock(wall)), " ", el("span", { class: "about" }, `${bad ? "✕ " : ""}${about}`), ` ${text}`)) : [el("li", {}, none)]));
 }
 
 function failed() {

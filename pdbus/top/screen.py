@@ -13,18 +13,21 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from bus.runtime.cli import printable
-from bus.wire.messages import Status
-from pdbus.fleet.conditions import held_tokens, sentence_of
-from pdbus.fleet.figures import Figures, RankFigures, slo_of, trouble_of
+from bus.wire.messages import Load, Status
+from pdbus.fleet.conditions import held_tokens
+from pdbus.fleet.figures import DEAD, Figures, RankFigures, slo_of
 from pdbus.fleet.formatting import age, name_of, number, queue_words, seconds, share
 from pdbus.fleet.history import WINDOW_S, History, News
+from pdbus.fleet.verdict import MARKS, headline_of, shortened
+from pdbus.fleet.verdict import lines_of as lines_about
 from pdbus.top.table import COLUMNS, table_of
 from pdbus.top.view import KEYS, View, key_of
 from pdbus.top.widgets import DIM, PLAIN, bar, colour_of, fact, quantiles, spark, warning
 
 NEWS_LINES = 4  # at least, unless ranks need the space
 LEAST_ROWS = 5  # rows of the table that come before any news
-TROUBLE_LINES = 3
+TROUBLE_LINES, VERDICT_LINES = 3, 8  # sentences of one kind in full, and lines of all
+_STYLES = {"bad": "bold red", "late": "bold dark_orange", "warn": "yellow"}
 _FOOTER = (("q", "quit"), ("↑↓", "choose"), ("enter", "detail"), ("s", "sort"), ("r", "reverse"), ("p", "pause"),
            ("?", "help"))  # fmt: skip
 
@@ -41,7 +44,7 @@ def lines_of(history: History, view: View, width: int, height: int, *, where: st
     elif figures is None:
         lines += [Text(), Text(f" waiting for a controller at {where}")]
     else:
-        lines += _summary(figures, width)
+        lines += _summary(history, figures, width)
         chosen = next((each for each in figures.ranks if key_of(each) == view.chosen), None)
         if view.page == "rank" and chosen is not None:
             lines += _detail(chosen, history, width)
@@ -76,7 +79,7 @@ def _title(figures: Figures | None, view: View, width: int, where: str) -> Text:
     return line.append(" " * max(1, room)).append(paused, style="bold yellow").append(clock, style=DIM)
 
 
-def _summary(figures: Figures, width: int) -> list[Text]:
+def _summary(history: History, figures: Figures, width: int) -> list[Text]:
     """Return two columns of figures, then failures, refusals and what is wrong."""
     status, broker = figures.sample.status, figures.sample.broker
     counts, waiting = status.counts, status.counts.get("queue_requests", 0)
@@ -104,20 +107,21 @@ def _summary(figures: Figures, width: int) -> list[Text]:
     left.append(_faults("failed", figures.failed).append(" ").append_text(_faults("refused", figures.refused)))
     if status.ranks and not any(rank.endpoint for rank in status.ranks):
         left.append(Text.assemble((" loads are shown to a viewer's or an admin's key alone", "yellow")))
-    wrong = trouble_of(status)
-    left += [Text.assemble((f" ! {line}", "bold red")) for line in wrong[:TROUBLE_LINES]]
-    if more := len(wrong) - TROUBLE_LINES:
-        left += [Text.assemble((f" ! and {more} more", "bold red"))] * (more > 0)
-    left += _conditions(figures)
-    return [*left, Text()]
+    return [*left, *_verdict(history, status), Text()]
 
 
-def _conditions(figures: Figures) -> list[Text]:
-    """Return the ranks that serve badly, and why, and how many more there are."""
-    found = [sentence_of(each.rank, one) for each in figures.ranks for one in each.conditions]
-    lines = [Text.assemble((f" ~ {printable(line)}", "yellow")) for line in found[:TROUBLE_LINES]]
-    more = len(found) - TROUBLE_LINES
-    return [*lines, Text.assemble((f" ~ and {more} more", "yellow"))] if more > 0 else lines
+def _verdict(history: History, status: Status) -> list[Text]:
+    """Return the headline and the sentences about the fleet, the worst first, and how many more there are."""
+    every = [line for line in lines_about(history, asks_broker=True) if line.kind != "note"]
+    lines = [
+        Text.assemble((f" {MARKS[line.level]} {printable(line.text)}", _STYLES[line.level]))
+        for line in shortened(every, TROUBLE_LINES)
+    ]
+    headline = headline_of(every, status)
+    if headline is not None and len(every) > 1:
+        level, words = headline
+        lines.insert(0, Text.assemble((f" {MARKS[level]} {printable(words)}", f"bold {_STYLES[level]}")))
+    return lines if len(lines) <= VERDICT_LINES else [*lines[:VERDICT_LINES], Text.assemble((" ...", DIM))]
 
 
 def _queue(status: Status) -> list[Text]:
@@ -148,7 +152,8 @@ def _ranks_and_news(figures: Figures, news: Sequence[News], view: View, width: i
             lines.append(Text.assemble((" this controller is older than this pdbus, and keeps no events", DIM)))
         for each in news[-max(kept, height - len(lines)) :]:
             clock = time.strftime("%H:%M:%S", time.localtime(each.wall))
-            lines.append(Text.assemble((f" {clock}  ", DIM), (printable(each.text), "red" if each.bad else PLAIN)))
+            style = "red" if each.bad else PLAIN
+            lines.append(Text.assemble((f" {clock}  {each.about:<10}  ", DIM), (printable(each.text), style)))
     return lines
 
 
@@ -174,6 +179,8 @@ def _detail(each: RankFigures, history: History, width: int) -> list[Text]:
         fact("tpot", *quantiles(each.tpot)),
     ]  # fmt: skip
     if load is not None:
+        if rank.state in DEAD:
+            lines.append(fact("", (f"what follows is as it last reported, {age(rank.report_age_s)} ago", "yellow")))
         slots = f" {load.running}+{load.waiting} of {load.max_running}"
         memory = f" {number(held_tokens(rank, load))} of {number(load.kv_capacity)} tokens"
         lines += [
@@ -189,9 +196,7 @@ def _detail(each: RankFigures, history: History, width: int) -> list[Text]:
                 f"{_reported(load.kv_sent_bytes_total, 'B')} of KV caches sent",
                 f"{_reported(load.kv_received_bytes_total, 'B')} received",
             ),
-            fact("busy")
-            .append_text(bar(each.busy, bars))
-            .append(f" {share(each.busy)}, {number(load.step)} steps, {seconds(each.step_s)} each"),
+            _steps(each, load, bars),
         ]
         if None in (load.kv_pinned, load.kv_cached, load.kv_sent_bytes_total):
             lines.append(fact("", ("-: its engine, or its version, does not say it", DIM)))
@@ -209,6 +214,15 @@ def _detail(each: RankFigures, history: History, width: int) -> list[Text]:
         )
         lines.append(fact(label).append_text(graph))
     return lines
+
+
+def _steps(each: RankFigures, load: Load, bars: int) -> Text:
+    """Return how long its steps take, and of a prefill rank how busy it is."""
+    median = "" if each.median_step_s is None else f" ({seconds(each.median_step_s)} is the median of its kind)"
+    steps = f"{number(load.step)} steps, {seconds(each.step_s)} each{median}"
+    if each.busy is None:
+        return fact("steps", steps)
+    return fact("busy").append_text(bar(each.busy, bars)).append(f" {share(each.busy)}, {steps}")
 
 
 def _known(value: float) -> float:

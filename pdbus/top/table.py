@@ -73,7 +73,7 @@ COLUMNS = (
     Column("tpot", 5, lambda each, _: quantile_of(each.tpot, 0.5), "time per output token after the first, median", 1),
     Column("tpot99", 6, lambda each, _: quantile_of(each.tpot, 0.99), "time per output token that 99 % stay below", 7),
     Column("hits", 4, lambda each, _: share(each.hits), "prompt tokens from its prefix cache", 6),
-    Column("busy", 4, lambda each, _: share(each.busy), "share of time that its engine computed", 0),
+    Column("busy", 4, lambda each, _: share(each.busy), "prefill: share of time that its engine computed", 0),
     Column("bad", 4, lambda each, _: _bad(each.rank.failed_total), "legs that failed, in total"),
     Column("rst", 3, lambda each, _: _bad(each.rank.restarts), "how often it was restarted"),
 )  # fmt: skip
@@ -137,6 +137,8 @@ def _row(each: RankFigures, columns: list[tuple[Column, int]], name_width: int, 
         line.append(" " if column.left else " " + gap)
         line.append_text(cell)
         line.append(gap if column.left else "")
+    if each.rank.state in DEAD:
+        line.stylize(DIM)  # figures of its last report, whose age is among them
     if chosen:
         line.append(" " * max(0, width - line.cell_len))
         line.stylize_before(CHOSEN)

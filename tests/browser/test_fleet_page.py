@@ -14,7 +14,8 @@ from playwright.sync_api import Locator, Page, expect
 WORLD = str(ROOT / "tests" / "support" / "fleet_world.py")
 SAID = {
     "well": "✓ All is well", "busy": "✓ All is well", "slow": "▲ 1 decode rank is slow",
-    "full": "▲ 1 decode rank is full", "dead": "✕ 1 prefill rank is dead",
+    "full": re.compile(r"^▲ 1 of 4 decode ranks is full, the other 3 are \d+ to \d+% taken$"),
+    "dead": "✕ 1 prefill rank is dead",
     "empty": "✕ No rank has joined this controller",
     "old": "✓ All is well", "hidden": "✓ All is well", "hostile": "✓ All is well",
 }  # fmt: skip
@@ -48,6 +49,10 @@ def test_a_situation_is_said_at_the_top(situation: str, start: Start, visit: Go)
         expect(seen.page.locator("#verdict")).to_contain_text("this controller is older than this page")
     if situation == "hostile":
         expect(seen.page.get_by_text(f"on {HOSTILE}").first).to_be_visible()
+    for tile in seen.page.locator("#decode .tile").all():
+        if situation != "hidden":
+            expect(tile).to_contain_text("(median")
+        expect(tile).not_to_contain_text("busy")  # it steps as long as one request runs
     if situation in LOOKED_AT:
         seen.look(f"fleet {situation}")
 
@@ -56,7 +61,7 @@ def test_a_situation_is_said_at_the_top(situation: str, start: Start, visit: Go)
     ("situation", "said", "word"),
     [
         ("slow link", "▲ KV caches come slowly to 1 decode rank", "slow link"),
-        ("cold cache", "▲ The prefix cache of 1 prefill rank is cold", "cold cache"),
+        ("cold cache", "▲ 1 prefill rank was started again, and its prefix cache is cold", "cold cache"),
     ],
 )
 def test_a_simulated_fleet_says_it_too(situation: str, said: str, word: str, start: Start, visit: Go) -> None:
@@ -64,14 +69,21 @@ def test_a_simulated_fleet_says_it_too(situation: str, said: str, word: str, sta
     expect(headline(page)).to_have_text(said)
     expect(page.locator(".tile.poor")).to_have_count(1)
     expect(page.locator(".tile.poor .state")).to_have_text(word)
+    if situation == "cold cache":
+        expect(page.locator("#events li.bad", has_text="prefill-")).to_have_text(
+            [re.compile(r"✕ rank\s+prefill-\d/0 was started again"), re.compile("is lost"), re.compile("may be lost")]
+        )
+        expect(page.locator("#charts .events.bad").first).to_have_text(
+            re.compile(r"┃ [\d:]{8} rank: prefill-\d/0 was started again \(and \d more\)")
+        )
     seen.look(f"fleet {situation}")
 
 
 def test_a_queue_in_front_of_512_ranks_and_a_rank_by_keyboard(start: Start, visit: Go) -> None:
     page = (seen := visit(start("queue", 512).url)).page
-    expect(headline(page)).to_have_text("▲ Requests wait for room, and 256 decode ranks are full")
-    expect(page.locator("#verdict li", has_text="so are 251 more")).to_be_visible()
-    expect(page.locator("#queue")).to_contain_text("241 requests wait")
+    expect(headline(page)).to_have_text("◆ Requests wait for room at a decode rank: all 256 decode ranks are full")
+    expect(page.locator("#verdict.late li", has_text="so are 253 more")).to_be_visible()
+    expect(page.locator("#queue")).to_contain_text(re.compile("241 requests wait, the first for .* s; no room: decode"))
     first = page.locator("#table tbody tr").first
     expect(first).to_contain_text("F full")  # those that are not well, first
     seen.look("fleet queue 512")
@@ -92,7 +104,12 @@ def test_a_queue_in_front_of_512_ranks_and_a_rank_by_keyboard(start: Start, visi
 
 def test_a_sentence_opens_its_rank(start: Start, visit: Go) -> None:
     page = (seen := visit(start("dead", 8).url)).page
+    dead = page.locator(".tile.dead")
+    expect(dead).to_contain_text(re.compile(r"as last reported at [\d:]{8}, \d+ s ago:"))
+    expect(dead).not_to_contain_text("estimate")
+    expect(page.locator("#prefill .sum")).to_contain_text(re.compile(r"\d of 192 running"))  # of those that serve
     page.locator("#verdict li button").click()
+    expect(page.locator("#detail.old .what")).to_contain_text("What follows is as it last reported, at ")
     expect(page.locator("#detail .what")).to_contain_text("its lease of 4 s has ended")
     expect(page.locator("#detail .chart path.k0").first).to_be_attached()
     seen.look("fleet a dead rank")

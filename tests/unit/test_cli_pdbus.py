@@ -237,12 +237,17 @@ def test_status_names_full_ranks_what_waits_and_events() -> None:
     for words in (
         "~ decode-0/0 is full: 8 of 8 run slots are in use, and 1 request waits",
         "queue: the first for 2.5s, 3 for prefill+decode of m, priority 1: 1, priority 0: 2, clients/al 3",
-        "decode-0/1 is lost: its connection\\x1b is gone",
+        "7 2001-09-09 ",
+        "rank: decode-0/1 is lost: its connection\\x1b is gone",
+        "* Requests wait for room at a decode rank: the decode rank is full",
+        "* 3 requests wait at the controller, for room at a decode rank; the first has waited for 2.5s",
     ):
         assert words in text, text
     said = as_dict(*seen_once(seen))
     assert said["conditions"] == ["decode-0/0 is full: 8 of 8 run slots are in use, and 1 request waits"]
     assert said["trouble"] == [], "it serves"
+    assert (said["verdict"]["level"], len(said["verdict"]["lines"])) == ("late", 2)
+    assert said["verdict"]["lines"][1]["rank"] == ("decode-0", 0)
     assert said["controller"]["queue"]["keys"] == [["clients/al", 3]]
     assert said["controller"]["events"][0]["number"] == 7
 

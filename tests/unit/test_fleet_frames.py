@@ -16,7 +16,7 @@ from pdbus.fleet.figures import Sample
 from pdbus.fleet.frames import NAMES_OF, RATED, Frames, host_of
 from pdbus.fleet.history import History
 from pdbus.fleet.readers import GONE_S, LATE_S, MAX_READERS, Reader, Readers
-from pdbus.fleet.verdict import ALIKE, Line, Slos, lines_of, shortened
+from pdbus.fleet.verdict import ALIKE, Line, lines_of, shortened
 
 
 def event_of(message: bytes) -> tuple[str, dict[str, Any]]:
@@ -103,7 +103,9 @@ def test_each_event_is_sent_once() -> None:
     page.apply(frames.snapshot())
     for second in range(-69, -40):
         page.apply(frames.add(source.at(float(second))))
-    assert [news[3] for news in page.rest["news"]] == ["", "prefill-0/0", ""]
+    assert [news[3:] for news in page.rest["news"]] == [
+        ["", "controller"], ["prefill-0/0", "rank"], ["", "requests"]
+    ]  # fmt: skip
     assert "its lease of 4 s has ended" in page.rest["news"][1][1]
 
 
@@ -202,7 +204,7 @@ def test_there_are_as_many_readers_as_there_may_be_and_all_end() -> None:
 def said(situation: str, ranks: int = 8) -> list[Line]:
     source, frames = filled(situation, ranks, 75)
     frames.add(source.at(0.0))
-    return lines_of(frames.history, Slos(), asks_broker=True)
+    return lines_of(frames.history, asks_broker=True)
 
 
 @pytest.mark.parametrize("ranks", [8, 128])
@@ -237,20 +239,25 @@ def test_sentences_that_are_alike_are_few_and_the_worst_come_first() -> None:
 
 
 def test_slos_that_are_missed_are_said_where_enough_were_counted() -> None:
-    history = History()
-    history.add(sample(0.0, rank(), broker={}))
-    missed = [line.text for line in lines_of(history, Slos(80, 20), asks_broker=True) if line.kind == "slo"]
-    assert missed == ["20% of first tokens missed their SLO in the last minute"]
-    for slos in (Slos(3, 3), Slos(95, 5)):
-        assert not [line for line in lines_of(history, slos, asks_broker=True) if line.kind == "slo"]
+    def said(kept: int, missed: int, seconds: int = 30) -> list[str]:
+        history = History()
+        for at in sorted({0, seconds - 30, seconds}):
+            share = at / seconds
+            counts = {"ttft_slo_kept": 5 + round(kept * share), "ttft_slo_missed": 900 + round(missed * share)}
+            history.add(sample(float(at), rank(), ttft_slo=1, **counts))
+        return [line.text for line in lines_of(history, asks_broker=False) if line.kind == "slo"]
+
+    assert said(80, 20) == ["20% of first tokens missed their SLO in the last minute"]
+    assert said(3, 3) == said(95, 5) == []
+    assert said(60, 20, seconds=300) == [], "6 and 2 of them in the last minute"
 
 
 def test_a_broker_that_does_not_answer_is_said_where_one_was_asked() -> None:
     history = History()
     one = sample(0.0, rank())
     history.add(Sample(one.at, one.wall, Status(1, "c", 1, 1.0, {}, {}, one.status.ranks, events=()), None))
-    assert [line.kind for line in lines_of(history, Slos(), asks_broker=True)] == ["broker"]
-    assert lines_of(history, Slos(), asks_broker=False) == []
+    assert [line.kind for line in lines_of(history, asks_broker=True)] == ["broker"]
+    assert lines_of(history, asks_broker=False) == []
 
 
 @pytest.mark.parametrize(
@@ -269,7 +276,7 @@ def test_failures_are_said_where_they_are_more_than_one_in_a_hundred(failed: dic
         for at, done, codes in samples:
             counts = {f"failed_{code}": count for code, count in codes.items()}
             history.add(sample(at, rank(), done=done, **counts))
-        return [line.text for line in lines_of(history, Slos(), asks_broker=False) if line.kind == "failing"]
+        return [line.text for line in lines_of(history, asks_broker=False) if line.kind == "failing"]
 
     over = failed | {"overloaded": 5000 + failed.get("overloaded", 0)}
     assert lines((0.0, 0, {"overloaded": 5000}), (10.0, 1000, over)) == ([said] if said else [])

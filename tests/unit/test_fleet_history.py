@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from status_world import latencies, rank, sample
 
-from bus.wire.messages import RankStatus
+from bus.wire.messages import QueuedKind, QueueStatus, RankStatus
 from pdbus.fleet.conditions import FULL, HOLDS_S
+from pdbus.fleet.figures import Sample
 from pdbus.fleet.history import RANK_ROW_S, SPAN_S, WINDOW_S, History
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +138,8 @@ def test_a_rank_that_steps_no_more_is_no_longer_slow() -> None:
         ({"kv_tokens": 500, "kv_cached": 500}, "decode", ""),
         ({"kv_tokens": 500, "kv_pinned": 480}, "prefill", ""),
         ({"running": 8, "waiting": 3}, "decode", "8 of 8 run slots are in use, and 3 requests wait"),
+        ({"running": 8, "waiting": 0}, "decode", ""),  # all at work, and more are not wanted
+        ({"running": 62, "waiting": 3, "max_running": 64}, "decode", ""),  # two can be taken at once
         ({"kv_tokens": 940, "running": 7}, "decode", ""),
         ({"kv_tokens": 9, "kv_capacity": 0, "max_running": 0}, "decode", ""),
     ],
@@ -148,6 +152,27 @@ def test_a_rank_is_full_by_memory_or_slots_at_once(load: dict[str, int], role: s
     gone = History()
     gone.add(sample(0.0, rank(f"{role}-0", state="lost", load=load)))
     assert gone.conditions() == {}, "it does not serve anyway"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "waits_s", "full"),
+    [
+        ((QueuedKind("m", ("prefill", "decode"), 9),), 3.0, {1}),
+        ((QueuedKind("", ("decode",), 9),), 3.0, {1}),
+        ((QueuedKind("m", ("decode",), 9),), 1.9, set()),  # it may go in a moment
+        ((QueuedKind("m", ("prefill",), 9), QueuedKind("other", ("decode",), 9)), 3.0, set()),
+        ((QueuedKind("m", ("decode",), 9, pinned=True),), 3.0, set()),  # for a rank that their caller chose
+        ((), 3.0, set()),
+    ],
+)
+def test_run_slots_that_are_all_in_use_are_full_while_the_queue_wants_them(
+    kinds: tuple[QueuedKind, ...], waits_s: float, full: set[int]
+) -> None:
+    made, one = History(), sample(0.0, *(rank("decode-0", n, load={"running": 7 + n, "waiting": 0}) for n in (0, 1)))
+    made.add(Sample(0.0, 0.0, replace(one.status, queue=QueueStatus(9, waits_s, kinds))))
+    assert set(said(made)) == full
+    why = "8 of 8 run slots are in use, and none waits here, but some do in the queue"
+    assert made.sentences() == [f"decode-0/1 is full: {why}"] * len(full)
 
 
 def waiting(now: float, role: str = "prefill", running: int = 1, **load: int) -> list[RankStatus]:

@@ -6,7 +6,7 @@ import pytest
 from fleet_sim import SHOWN_AFTER_S, Fleet
 
 from pdbus.fleet.history import History
-from pdbus.fleet.verdict import Line, Slos, lines_of
+from pdbus.fleet.verdict import Line, lines_of
 
 SAID = {
     "slow rank": {"slow"}, "full rank": {"full"}, "slow link": {"link"}, "queue": {"queue", "full"},
@@ -19,7 +19,7 @@ def watched(situation: str, seed: int) -> tuple[Fleet, list[list[Line]]]:
     fleet, history, lines = Fleet(situation, 8, seed), History(), []
     for _ in range(round(fleet.before_s + SHOWN_AFTER_S)):
         history.add(fleet.ask())
-        lines.append(lines_of(history, Slos(), asks_broker=True))
+        lines.append(lines_of(history, asks_broker=True))
     return fleet, lines
 
 

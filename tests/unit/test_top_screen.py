@@ -61,6 +61,41 @@ def test_first_tokens_in_time_are_shown_where_an_slo_counts(width: int) -> None:
     assert all(words in line for words in ("3 kept", "1 missed", "2 exempt"))
 
 
+def test_the_verdict_is_that_of_the_page_and_cut_where_it_is_long() -> None:
+    lines = shown(cluster(), width=140)
+    assert "! 1 decode rank is dead" not in "\n".join(lines), "one sentence needs no headline"
+    assert " ! decode-0/1 is lost for 5.0s; 2 of 3 decode ranks are ready" in [line.rstrip() for line in lines]
+    made = History()
+    full = [rank("decode-0", n, load={"kv_tokens": 990}, model="m\x1b") for n in range(5)]
+    lost = [rank("decode-1", n, state="lost") for n in range(5)]
+    made.add(sample(0.0, rank("prefill-0", load={"step": 9, "busy_us_total": 90}), *full, *lost))
+    text = "\n".join(lines := shown(made, width=140, height=40))
+    assert " ! 5 decode ranks are dead, and the broker does not answer, and all 5 decode ranks are full" in text
+    assert (text.count(" is lost for 5.0s; "), text.count(" ~ decode-0/")) == (3, 2)
+    assert " ! so are 2 more" in text
+    assert "..." in text, "eight lines of ten"
+    assert "\x1b" not in text
+
+
+def test_a_rank_in_detail_has_the_median_of_its_kind_and_only_prefill_is_busy() -> None:
+    made = History()
+    for at in (0.0, 5.0):
+        steps = {"step": int(100 * at), "busy_us_total": int(1e6 * at)}
+        ranks = [
+            rank("prefill-0", load=steps),
+            rank("decode-0", load=steps),
+            rank("decode-0", 1, state="hung", load=steps),
+        ]
+        made.add(sample(at, *ranks))
+    text = "\n".join(shown(made, View(page="rank", chosen=("decode-0", 0)), height=40))
+    assert "steps    500 steps, 10ms each (10ms is the median of its kind)" in text
+    assert "busy" not in text
+    text = "\n".join(shown(made, View(page="rank", chosen=("prefill-0", 0)), height=40))
+    assert "100%, 500 steps, 10ms each" in text
+    text = "\n".join(shown(made, View(page="rank", chosen=("decode-0", 1)), height=40))
+    assert "what follows is as it last reported, 0.1s ago" in text
+
+
 def test_every_key_is_listed_and_no_line_of_the_help_is_cut_at_80_columns() -> None:
     lines = shown(cluster(), View(page="help"))
     text = "\n".join(lines)
