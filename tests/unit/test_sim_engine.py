@@ -71,6 +71,40 @@ def test_any_chunking_gives_the_reference(chunk: int):
     assert max(output) < 512
 
 
+class LateTime(VirtualTime):
+    """Each timer fires `late_s` after it is due."""
+
+    late_s = 0.002
+
+    def fire(self) -> None:
+        self.now = max(self.now, self.next_due) + self.late_s
+        super().fire()
+
+
+def test_a_late_timer_makes_one_answer_late_and_not_the_steps_that_follow():
+    loop, row = LateTime(), Row(1, [5], 0, [1], GREEDY)
+    engine = engine_on(loop, timing=SimTiming(0.01, 0.0, 0.0, 0.0))
+    for _ in range(100):
+        step(loop, engine, row)
+        loop.now += 0.0005  # what a node does between two steps counts
+    assert loop.now == pytest.approx(100 * 0.0105 + 0.002)
+    loop.now += 1.0  # a pause: the next step counts from its own beginning
+    began = loop.now
+    step(loop, engine, row)
+    assert loop.now - began == pytest.approx(0.012)
+
+
+def test_after_a_second_in_which_the_process_stood_still_one_step_is_made_up_for():
+    loop, row = LateTime(), Row(1, [5], 0, [1], GREEDY)
+    engine = engine_on(loop, timing=SimTiming(0.01, 0.0, 0.0, 0.0))
+    loop.late_s = 1.0
+    step(loop, engine, row)
+    loop.late_s, began = 0.0, loop.now
+    for _ in range(10):
+        step(loop, engine, row)
+    assert loop.now - began == pytest.approx(0.09)
+
+
 def test_blocks_move_between_engines_and_damage_shows():
     loop = VirtualTime()
     prompt, expected = list(range(100, 110)), sim_generate(list(range(100, 110)), 6)
