@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,8 +88,7 @@ class Host:
         self._stopping = threading.Event()
         self._files = task.files
         self._files_lock = threading.Lock()
-        self._directory = Path(tempfile.mkdtemp(prefix="pd"))
-        self._spec = self._on_this_machine()
+        self._directory = Path(os.environ.get("TMPDIR") or "/tmp", f"pd{self._id}")
         # Only this thread starts the part, because a part dies with the thread that started it.
         self._thread = threading.Thread(target=self._run, name=task.part, daemon=True)
         self._thread.start()
@@ -143,11 +141,12 @@ class Host:
         logs = Path(self._task.spec.log_dir or self._directory)
         try:
             with self._files_lock:
+                self._directory.mkdir(mode=0o700, exist_ok=True)
                 self._write(self._files)
         except OSError as error:
             raise StartError(f"{part}: cannot write {error.filename}: {error.strerror}") from None
         again = self._again or old is not None
-        child = self.children[part] = start(self._spec, logs, self._task.spec.env, again=again)
+        child = self.children[part] = start(self._on_this_machine(), logs, self._task.spec.env, again=again)
         return child
 
     # --- its thread -----------------------------------------------------------------------------------------------
@@ -168,9 +167,23 @@ class Host:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._record(end)
 
+    def _first(self) -> Child:
+        """Start the part for the first time here. What a machine that took it over lacks (room in its temporary folder)
+        may be there later: it is tried again as often as the policy allows."""
+        part, policy = self._task.part, self._task.policy
+        for number in range(1, policy.limit + 1 if self._again else 1):
+            try:
+                return self.begin(part)
+            except StartError as error:
+                delay_s = min(policy.max_delay_s, policy.first_delay_s * 2.0 ** (number - 1))
+                self._record(Notice(f"{error}; starts again in {delay_s:g} s ({number} of at most {policy.limit})"))
+                if self._stopping.wait(delay_s):
+                    raise _Leave from None
+        return self.begin(part)
+
     def _serve(self) -> NoReturn:
         part, policy = self._task.part, self._task.policy
-        child = self.begin(part)
+        child = self._first()
         try:
             wait_ready([child], policy.start_timeout_s, lambda line: self._check())
         except (ConfigError, StartError):

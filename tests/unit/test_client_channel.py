@@ -102,6 +102,12 @@ def peers(base: str) -> Iterator[tuple[Peer, Peer]]:
         yield controller, Peer(sockets.router(f"{base}.node"), TO_NODE_DATA)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client gives up no silent stream, which would cancel it too."""
+    monkeypatch.setattr("pdbus.client.core.SILENCE_S", 1000.0)
+
+
 def is_cancel(message: Message, rid: str) -> bool:
     return isinstance(message, Cancel) and message.rid == rid
 
@@ -307,6 +313,7 @@ def test_one_rid_one_live_request(peers: tuple[Peer, Peer], base: str) -> None:
         del first
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_stream_that_is_dropped_unread_cancels_its_request(peers: tuple[Peer, Peer], base: str) -> None:
     controller, _ = peers
     with Client(base) as client:
@@ -352,6 +359,7 @@ def test_what_lives_on_goes_on_when_its_stream_is_dropped() -> None:
     assert dropped == ["off"]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_stream_of_a_loop_that_is_dropped_unread_cancels_its_request(peers: tuple[Peer, Peer], base: str) -> None:
     controller, _ = peers
 
@@ -365,6 +373,7 @@ def test_a_stream_of_a_loop_that_is_dropped_unread_cancels_its_request(peers: tu
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("patient")
 def test_who_gives_up_waiting_for_a_stream_cancels_its_request(peers: tuple[Peer, Peer], base: str) -> None:
     controller, _ = peers
 

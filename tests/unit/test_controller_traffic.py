@@ -1,4 +1,4 @@
-"""What a controller's sockets tell its core of clients that are gone."""
+"""What a controller's sockets tell its core of peers that are gone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from bus.runtime.sockets import Sockets
-from bus.wire.messages import Done, Failed, Message
+from bus.wire.messages import Done, Failed, Message, Ping
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
-from controller.events import ToClient
+from controller.events import Action, Event, ToClient, ToNode, Unreachable
 from controller.traffic import Traffic
 
 
@@ -32,3 +32,21 @@ def test_a_client_that_leaves_before_done_was_not_turned_away(message: Message, 
         traffic._outbox.append(ToClient(b"gone", message))
         traffic.carry_out()
     assert core.counts["clients_unreachable"] == counted
+
+
+def test_a_node_whose_connection_is_gone_is_known_by_the_first_message_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a lease later, when it has been silent for so long."""
+    core = ControllerCore(ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c"), 1, 0.0)
+    events: list[Event] = []
+
+    def handle(event: Event, now: float) -> list[Action]:
+        events.append(event)
+        return []
+
+    monkeypatch.setattr(core, "handle", handle)
+    with Sockets() as sockets:
+        nodes = sockets.router("inproc://nodes")
+        traffic = Traffic(core, lambda: 0.0, nodes, nodes, nodes, None, ignore, ignore)
+        traffic._outbox.append(ToNode(b"gone", Ping(1)))
+        traffic.carry_out()
+    assert events == [Unreachable(b"gone", Ping(1))]

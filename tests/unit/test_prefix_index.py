@@ -234,6 +234,14 @@ def test_what_requests_hit_stays_and_of_a_prompt_its_end_goes_first() -> None:
     assert 0 < index.depth(A, system) < len(system)
 
 
+def test_of_a_prompt_that_no_request_names_again_its_end_goes_first_too() -> None:
+    index = PrefixIndex(max_blocks=40)
+    prompt = list(range(1, 31))
+    index.stored(A, prompt)
+    index.stored(A, range(1000, 1020))
+    assert index.depth(A, prompt) == 20
+
+
 def test_no_request_pushes_out_what_a_rank_says() -> None:
     index = PrefixIndex(max_blocks=40)
     index.stored(A, [1, 2, 3])

@@ -104,6 +104,26 @@ def test_a_failure_at_the_start_is_final_the_first_time_and_one_of_several_later
     assert Notice("part: exit code 1; last words: no memory; starts again in 0 s (2 of at most 2)") in said
 
 
+def test_what_a_machine_lacks_for_it_is_waited_for_once_the_part_is_known_to_start(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its actor is there all the same: one that could not be made would end the cluster."""
+    later = tmp_path / "later"
+    monkeypatch.setenv("TMPDIR", str(later))
+    (end,) = seen(start(READY), ended=True)
+    assert isinstance(end, Ended)
+    assert end.cause.startswith(f"cannot write {later}/pd")
+    policy = RestartPolicy(1000, first_delay_s=0.01, max_delay_s=0.01)
+    host = start(READY + "sys.stdin.read()", policy=policy, again=True)
+    first = seen(host)[0]
+    assert isinstance(first, Notice)
+    assert first.line.startswith(f"part: cannot write {later}/pd")
+    assert first.line.endswith(": No such file or directory; starts again in 0.01 s (1 of at most 1000)")
+    later.mkdir()
+    while not isinstance(seen(host)[-1], Ready):
+        pass
+
+
 def test_stopping_does_not_wait_for_a_part_that_never_gets_ready(start: Start) -> None:
     host = start("import sys\nsys.stdin.read()")
     began = time.monotonic()
