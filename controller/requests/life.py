@@ -426,11 +426,14 @@ class RequestLifecycle:
     def _try_again(
         self, request: Request, failed: LegRun, code: Code, sentence: str, now: float, out: list[Action]
     ) -> None:
-        """Run the next attempt, at other ranks if there are any. If no rank can take it, the request fails as its
-        leg did."""
+        """Run the next attempt, at other ranks if there are any. If no rank can take it, or its other leg, which is
+        given up, may be the death of one rank too many, the request fails as its leg did."""
         rank = f"{failed.rank.key[0]}/{failed.rank.key[1]}"
-        self._log("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
         self._attempts.withdraw(request, "fenced", out)
+        if self.losses.of(request) >= self._config.attempts:
+            self._fail(request, code, f"{sentence}; whether its ranks died of it is not known yet", now, out)
+            return
+        self._log("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
         retried = (now, "retried", request.attempt, failed.role, f"{rank}: {code}: {sentence}")
         request.past = (*record_of(request).events, retried)
         request.avoid += (failed.rank,)

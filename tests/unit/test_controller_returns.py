@@ -355,6 +355,16 @@ class TestBesideWhatKillsRanks:
         world.progress(one, ended=[sent], code="overloaded")
         assert failure(world).code == "overloaded", "it would have been tried again"
 
+    def test_a_leg_that_is_given_up_as_the_other_never_left_may_take_down_the_last_rank(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        (prefill,), (decode,) = ([n for n in nodes if world.dispatches(n)] for nodes in (P, D))
+        world.core.life.requests["r"].losses = 2
+        world.feed(Unreachable(peer_of(decode), world.dispatches(decode)[0]))
+        assert len(world.dispatches()) == 2, "tried nowhere else until prefill has said that its leg has ended"
+        assert failure(world).code == "peer_lost"
+        assert [(cancel.rid, cancel.attempt) for cancel in world.cancels(prefill)] == [("r", 1)]
+
     def test_where_the_caller_names_the_rank_they_do_not_wait(self) -> None:
         world, one, _ = self.at_risk(2)
         assert [d.rid for d in world.dispatches(one)] == ["r0"]
