@@ -286,7 +286,7 @@ class RankCore:
                 return self.lender.lent(leg, event.blocks, event.handle, event.valid_s, now)
             case Fetched():
                 tokens = leg.prompt_tokens - event.cached_tokens
-                self._count_fetch(tokens, event.seconds)
+                self._count_fetch(tokens, event.seconds, known=not event.to_first_token)
                 if self.recorder.on:
                     self.recorder.fetched(leg, now, event.seconds, tokens)
                 leg.cached_tokens = event.cached_tokens
@@ -374,9 +374,9 @@ class RankCore:
         records = [*self.history.of(rid), *([record_of(leg)] if leg is not None else [])]
         return tuple([event for record in records for event in trace_events_of(record, wall_s)][-MAX_TRACE_EVENTS:])
 
-    def _count_fetch(self, tokens: int, seconds: float) -> None:
+    def _count_fetch(self, tokens: int, seconds: float, known: bool = True) -> None:
         self.fetch_s.append(seconds)
-        if seconds:  # the runner knows
+        if seconds and known:
             self._fetches += 1
             self._fetched_tokens += tokens
             self._fetch_us += round(seconds * 1e6)

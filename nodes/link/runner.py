@@ -96,11 +96,13 @@ class Lent(Struct, frozen=True):
 
 class Fetched(Struct, frozen=True):
     """A decode leg's KV cache has been fetched, in so many seconds: the rank it came from may free it. `cached_tokens`
-    of the prompt were in this rank's prefix cache, and so did not travel."""
+    of the prompt were in this rank's prefix cache, and so did not travel. `to_first_token`: the seconds last until the
+    first token, with a wait and a step in them, and no speed of a link is learnt from them."""
 
     leg: Leg
     seconds: float = 0.0
     cached_tokens: int = 0
+    to_first_token: bool = False
 
 
 class Finished(Struct, frozen=True):

@@ -352,7 +352,7 @@ class VllmRunner(ThreadedRunner):
                         if self._clock() >= handle.valid_until and not keeps_cache:
                             raise Refusal("kv_failed", "the KV cache came so late that it may be another prompt's")
                         cached = out.num_cached_tokens if keeps_cache else 0
-                        self._enqueue(Fetched(leg, self._clock() - began, cached))
+                        self._enqueue(Fetched(leg, self._clock() - began, cached, to_first_token=True))
                         self._enqueue(Began(leg, cached))
                     else:
                         self._enqueue(_began(leg, out))

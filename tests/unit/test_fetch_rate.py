@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from legs_world import Rank, World, start
+from msgspec.structs import replace
 
 from bus.wire.messages import Hello, Load
 from controller.costs import Costs
 from controller.load.table import LoadTable
 from controller.speeds import FetchRate, Speeds
+from nodes.link.runner import Event, Fetched
 
 
 def load(seq: int, fetches: int, tokens: int, microseconds: int) -> Load:
@@ -81,3 +83,20 @@ def test_ranks_report_what_they_have_fetched_and_read() -> None:
     said = prefill.core.load()
     assert (said.fetches_total, said.fetched_tokens_total) == (1, 8)
     assert decode.core.load().fetched_tokens_total == 11 + len(prompt) - 16
+
+
+def test_seconds_that_last_until_the_first_token_are_no_speed_of_a_link() -> None:
+    world = World()
+    prefill, decode = Rank(world, "prefill", "p"), Rank(world, "decode", "d")
+    emit = decode.runner._emit
+
+    def waits_for_a_step(event: Event) -> None:
+        emit(replace(event, to_first_token=True) if isinstance(event, Fetched) else event)
+
+    decode.runner._emit = waits_for_a_step
+    start((prefill, decode), "one", list(range(20, 31)), max_tokens=8)
+    world.run(1.0)
+    assert decode.finishes["one"].finish == "length"
+    assert len(decode.core.fetch_s) == 1, "a histogram has them"
+    said = decode.core.load()
+    assert (said.fetches_total, said.fetched_tokens_total, said.fetch_us_total) == (0, 0, 0)

@@ -251,7 +251,8 @@ def test_each_trip_says_what_was_cached_and_counts_what_is_computed(tmp_path: Pa
 
         assert await turn(1, pair=True) == (0, 0)
         assert await turn(2, pair=True) == (3 * BLOCK, 0)
-        assert (await decode.until(Fetched, 2)).cached_tokens == 3 * BLOCK
+        fetched = await decode.until(Fetched, 2)
+        assert (fetched.cached_tokens, fetched.to_first_token) == (3 * BLOCK, True)
         assert await turn(3, pair=False) == (3 * BLOCK, BLOCK)
         prompt += [*sim_generate(prompt, 6, VOCAB), 1, 2, 3]
         assert await turn(4, pair=False) == (4 * BLOCK, BLOCK + 9)
