@@ -109,7 +109,7 @@ def cluster_of(ranks: int, logs: Path, lease_s: int = LEASE_S, **changes: Any) -
         "model": "smollm2",
         "prefill_method": "cache_aware",
         "metrics_port": free_ports("127.0.0.1", 2 + 2 * ranks),
-        "controller_args": ("--lease-s", "90", "--hang-s", "90"),
+        "controller_args": ("--lease-s", "90", "--hang-s", "300"),  # a step has taken 92 s of a busy machine
         "node_args": ("--hold-s", str(lease_s)),
         "engine_args": ENGINE,
         "env": ENV,

@@ -211,7 +211,7 @@ def use_again(cluster: Cluster, client: Client, seed: int) -> None:
         count += LONG
         prompt = random.Random(f"{seed} {number}").choices(range(1000, 40_000), k=LONG)  # no other has its beginning
         kept.append(client.generate_tokens(prompt, max_tokens=1, leg="prefill", bootstrap_room=2 * seed + number))
-        until(partial(has_computed, cluster, count), "it is computed", 90)
+        until(partial(has_computed, cluster, count), "it is computed")
 
 
 @pytest.mark.parametrize("number", range(LATE))
@@ -298,12 +298,14 @@ def test_a_read_that_ends_after_its_lease_gives_no_wrong_token_and_stays_in_no_c
 def test_a_decode_engine_that_is_killed_costs_a_whole_trip_and_no_error(
     cluster: Cluster, client: Client, told: list[list[Turn]], kill: int
 ) -> None:
-    """In some turn, after some tokens of it; then the conversations are kept at the engine that came back."""
+    """In some turn, after some tokens of it; then the engine that came back keeps the conversations, whichever engine
+    computes what is new. (Of a pair the result tells what prefill cached, which may be nothing.)"""
     rng = random.Random(kill)
     first = 3 * CONVERSATIONS + kill * AT_ONCE % CONVERSATIONS
     group, killed_in = told[first : min(first + AT_ONCE, 4 * CONVERSATIONS)], rng.randrange(1, TURNS - 1)
     for number in range(TURNS):
         turns = [each[number] for each in group]
+        hits = figure(cluster, DECODE, BY, source="local_cache_hit")
         streams = [asked(client, turn) for turn in turns]
         if number == killed_in:
             pieces = streams[0]._pieces()
@@ -315,4 +317,7 @@ def test_a_decode_engine_that_is_killed_costs_a_whole_trip_and_no_error(
             start_again(cluster, DECODE)
         results = [right(stream.result, turn) for stream, turn in zip(streams, turns, strict=True)]
         if number > killed_in:
-            assert all(result.attempts == 1 and result.cached_tokens for result in results)
+            assert all(result.attempts == 1 for result in results)
+            until(lambda: idle(cluster), "both engines have told all", 30)
+            kept = sum((len(turn.prompt) - turn.new) // BLOCK * BLOCK for turn in turns)
+            assert figure(cluster, DECODE, BY, source="local_cache_hit") >= hits + kept
