@@ -124,11 +124,11 @@ def _left(dead: RankStatus, ranks: tuple[RankStatus, ...]) -> str:
 
 
 def _queue_sentence(queue: QueueStatus, status: Status) -> str:
-    many = f"{queue.requests} requests wait" if queue.requests > 1 else "a request waits"
+    many = f"{queue.requests:,} requests wait" if queue.requests > 1 else "a request waits"
     whom = ""
     if queue.kinds:
         most = max(queue.kinds, key=lambda kind: kind.requests)
-        some = "" if most.requests == queue.requests else f"{most.requests} of them "
+        some = "" if most.requests == queue.requests else f"{most.requests:,} of them "
         whom = f", {some}for room at {_places(short_of(most, status))}" + (" of their choice" if most.pinned else "")
     return f"{many} at the controller{whom}; the first has waited for {age(queue.oldest_s)}"
 
@@ -229,6 +229,8 @@ def _pool(status: Status, role: Role, full: Sequence[RankStatus]) -> str:
         return ""
     if not others:
         return f"the {role} rank is full" if len(full) == 1 else f"all {len(full)} {role} ranks are full"
+    if len(ready) > 1 and known and share(min(known)) == "100%":
+        return f"all {len(ready)} {role} ranks are 100% taken"
     words = [f"{len(full)} of {len(ready)} {role} ranks {_is(full)} full"] if full else []
     if known:
         least, most = share(min(known)), share(max(known))

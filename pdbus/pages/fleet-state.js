@@ -120,4 +120,4 @@ export function age(value) {
 }
 
 export const clock = (wall) => new Date(1000 * wall).toLocaleTimeString("en-GB");
-export const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+export const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;

@@ -39,6 +39,7 @@ def main(seed: str, folder: str, *only: str) -> None:
                 continue
             server = PageServer(str(ROOT / "tests/support/fleet_sim.py"), situation, str(ranks), of_seed)
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+            page.set_default_timeout(300_000)  # of a busy machine
             page.goto(server.url)
             page.wait_for_selector("#listed, #no-requests:not([hidden])")
             page.wait_for_function("document.querySelector('#clock').textContent")

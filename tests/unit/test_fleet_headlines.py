@@ -47,6 +47,7 @@ def headline(made: History) -> tuple[Level, str] | None:
         ((990, 980, 930, 930), "2 of 4 decode ranks are full, the other 2 are 93% taken"),
         ((990, 980, 970, 930), "3 of 4 decode ranks are full, the other is 93% taken"),
         ((990, 980, 970, 960), "All 4 decode ranks are full"),
+        ((990, 1000, 1000, 1000), "All 4 decode ranks are full"),
         ((990,), "The decode rank is full"),
     ],
 )
@@ -103,6 +104,9 @@ def test_requests_that_wait_are_worse_than_a_rank_that_is_full() -> None:
     where = "Requests wait for room at a decode rank"
     assert headline(none_full) == ("late", f"{where}: all decode ranks are 90 to 93% taken")
     assert headline(seen(prefill(0), decode(0, 930), queue=queue)) == ("late", f"{where}: the decode rank is 93% taken")
+    slots = [decode(number, 900, running=7, estimate_requests=8 + number) for number in range(3)]
+    taken_all = seen(prefill(0), *slots, decode(3, 990), queue=queue)
+    assert headline(taken_all) == ("late", f"{where}: all 4 decode ranks are 100% taken"), "one of them is full"
     none = seen(queue=QueueStatus(9, 3.0, (PAIR,)))
     apart = "requests wait for room at a prefill rank and a decode rank"
     assert headline(none) == ("bad", f"No rank has joined this controller, and {apart}")
