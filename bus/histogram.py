@@ -51,7 +51,9 @@ def trimmed(counts: Sequence[int]) -> tuple[int, ...]:
     """Return the counts without the zeros at the end, the form in messages."""
     if not any(counts):  # as most are in a fleet that begins
         return ()
-    last = len(counts)
+    last, half = len(counts), len(counts) >> 1
+    if not any(counts[half:]):  # few latencies are that long
+        last = half
     while not counts[last - 1]:
         last -= 1
     return tuple(counts[:last])

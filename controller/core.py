@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -49,6 +50,7 @@ from bus.wire.messages import (
     WantedRole,
     Who,
 )
+from bus.wire.status import targets
 from controller import decisions
 from controller.balancer import Balancer
 from controller.config import ControllerConfig
@@ -278,6 +280,13 @@ class ControllerCore:
             self.tally() | self._dropped(), (), uses_hashes=self.uses_hashes, scraped=self.scrapes.known(now),
             wanted=self.wanted, ttft_slo_s=slos[0], tpot_slo_s=slos[1],
         )  # fmt: skip
+
+    def targets(self, now: float) -> Callable[[], list[dict[str, Any]]]:
+        """Return what makes the list of all parts' metrics (`bus.wire.status.targets`), of now; any thread may call
+        it."""
+        liveness = self.health.liveness
+        here = [rank.info for key, rank in self.table.ranks.items() if liveness[key].state != "gone"]
+        return partial(targets, self.scrapes.known(now), here)
 
     def _known(self) -> list[tuple[Rank, Liveness]]:
         ranks, liveness, of = self.table.ranks, self.health.liveness, self.members.ranks

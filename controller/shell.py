@@ -30,7 +30,6 @@ from bus.runtime.ticker import Ticker
 from bus.wire import codec, topics
 from bus.wire.kv_names import Changes
 from bus.wire.messages import CLIENT_TO_CONTROLLER, Load, MemberKey, Message
-from bus.wire.status import targets
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import CacheChanged, EngineLoad, Event, FromClient, NextPart, Tick
@@ -133,7 +132,7 @@ class Controller(Service):
                     config.metrics_port,
                     self._gather,
                     self._unready,
-                    self._targets,
+                    lambda: self.core.targets(self.loop.clock()),
                     {"controller": config.name},
                 )
             )
@@ -244,9 +243,6 @@ class Controller(Service):
             self._sockets.refused,
         )
         return *self.core.metrics(now), refused
-
-    def _targets(self) -> list[dict[str, Any]]:
-        return targets(self.core.status(0, self.loop.clock()))
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"

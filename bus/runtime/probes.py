@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
-from typing import Any
+from typing import Any, TypeAlias
 
 from prometheus_client.exposition import choose_encoder
 
@@ -24,6 +24,8 @@ from bus.errors import StartError
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.metrics import Metric, gauge, registry
+
+Targets: TypeAlias = Callable[[], Callable[[], list[dict[str, Any]]]]
 
 GATHER_S = 1.0
 HEALTHY_S = 5.0  # an idle loop turns each second
@@ -35,13 +37,14 @@ log = get_logger("probes")
 
 def serve(
     loop: Loop, host: str, port: int, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str] = lambda: "",
-    targets: Callable[[], list[dict[str, Any]]] | None = None, labels: Mapping[str, str] | None = None,
+    targets: Targets | None = None, labels: Mapping[str, str] | None = None,
 ) -> Callable[[], None]:  # fmt: skip
     """Serve from a thread of its own until the returned function is called, which waits for that thread. StartError if
     the port is taken.
 
-    `gather`, `unready` (why the part cannot work now; empty: it can) and `targets` (in the form of `http_sd`; None: no
-    such page) are called on the loop's thread every GATHER_S seconds. `labels` go to each sample of the part.
+    `gather`, `unready` (why the part cannot work now; empty: it can) and `targets` (None: no such page) are called on
+    the loop's thread every GATHER_S seconds; what `targets` returns makes that page on a thread of the server, in the
+    form of `http_sd`. `labels` go to each sample of the part.
     """
     board = Board(loop, gather, unready, targets, labels)
     board.keep()
@@ -70,13 +73,13 @@ class Board:
 
     def __init__(
         self, loop: Loop, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str],
-        targets: Callable[[], list[dict[str, Any]]] | None = None, labels: Mapping[str, str] | None = None,
+        targets: Targets | None = None, labels: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self._loop = loop
         self._gather = gather
         self._unready = unready
         self._targets = targets
-        self.targets: bytes | None = None  # as JSON
+        self._page: Callable[[], list[dict[str, Any]]] | None = None
         self._metrics: tuple[Metric, ...] = ()
         self._trouble = ""
         self.registry = registry(lambda: self._metrics, labels)
@@ -87,7 +90,12 @@ class Board:
         self._metrics = (*self._gather(), made)
         self._trouble = self._unready()
         if self._targets is not None:
-            self.targets = json.dumps(self._targets()).encode()
+            self._page = self._targets()
+
+    @property
+    def targets(self) -> bytes | None:
+        """The page of targets as JSON; None: there is none."""
+        return None if self._page is None else json.dumps(self._page()).encode()
 
     def unhealthy(self) -> str:
         """Return why the part should be restarted (its loop has not turned for HEALTHY_S); empty: it lives."""
@@ -141,8 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_health(board.unhealthy())
         elif path == "/ready":
             self._answer_health(board.unready())
-        elif path == "/targets" and board.targets is not None:
-            self._answer(200, board.targets, "application/json")
+        elif path == "/targets" and (page := board.targets) is not None:
+            self._answer(200, page, "application/json")
         else:
             also = ", /targets" if board.targets is not None else ""
             self._answer(404, f"here are /metrics{also}, /health and /ready\n".encode())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec.structs import replace
 
-from bus.wire.messages import RankStatus, Status
+from bus.wire.messages import Hello, RankStatus, Scraped, Status
 
 RANKS_PER_MESSAGE = 256  # with the longest names that is a quarter of a frame
 
@@ -24,14 +25,15 @@ def without_loads(status: Status) -> Status:
     return replace(status, ranks=ranks, counts={}, scraped=(), events=None, queue=None, requests=None)
 
 
-def targets(status: Status) -> list[dict[str, Any]]:
-    """Return the addresses of all parts' metrics, in the format of Prometheus's `file_sd` and `http_sd`. Labels are
-    those of the metrics themselves; ranks that share a process have one target."""
+def targets(scraped: Iterable[Scraped], ranks: Iterable[Hello | RankStatus]) -> list[dict[str, Any]]:
+    """Return the addresses of all parts' metrics, in the format of Prometheus's `file_sd` and `http_sd`: of the
+    `scraped` ones, and of the `ranks` that are not gone. Labels are those of the metrics themselves; ranks that share a
+    process have one target."""
     found: dict[str, dict[str, str]] = {}
-    for scraped in status.scraped:
-        found[scraped.metrics] = {"part": scraped.part, "instance": scraped.name or scraped.part}
-    for rank in status.ranks:
-        if not rank.metrics or rank.state == "gone":
+    for each in scraped:
+        found[each.metrics] = {"part": each.part, "instance": each.name or each.part}
+    for rank in sorted(ranks, key=lambda rank: (rank.instance, rank.dp_rank)):
+        if not rank.metrics:
             continue
         labels = {"part": "node", "instance": rank.instance, "role": rank.role, "dp_rank": ""}
         labels = found.setdefault(rank.metrics, labels)

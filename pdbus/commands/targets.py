@@ -56,7 +56,8 @@ def targets(controller: str, watch: str, interval_s: float, keys: str, wait_s: f
 
 
 def _text(status: Status) -> str:
-    return json.dumps(targets_of(status), indent=2) + "\n"
+    ranks = [rank for rank in status.ranks if rank.state != "gone"]
+    return json.dumps(targets_of(status.scraped, ranks), indent=2) + "\n"
 
 
 def _write(path: Path, text: str) -> None:

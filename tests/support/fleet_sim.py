@@ -99,8 +99,8 @@ class Fleet:
         self.wall = time.time() - self.before_s - SHOWN_AFTER_S  # at 0
         config = ControllerConfig(
             bus="ipc:///x/bus", controller="ipc:///x/c", prefill_method="total_tokens", decode_method="total_requests",
-            settle_s=0.0, explain=16, max_ranks=4096, client_requests=1_000_000, queue_requests=1_000_000,
-            queue_bytes=1 << 40, payload_bytes=1 << 40,
+            settle_s=0.0, explain=16, max_ranks=4096, max_requests=1_000_000, client_requests=1_000_000,
+            queue_requests=1_000_000, queue_bytes=1 << 40, payload_bytes=1 << 40,
         )  # fmt: skip
         self.core = ControllerCore(config, EPOCH, 0.0, wall_s=self.wall)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
