@@ -95,7 +95,7 @@ def top() -> None:
     ):
         began, killed = time.monotonic(), False
         while (elapsed := time.monotonic() - began) < WATCHED_S:
-            history.add(Sample(elapsed, time.time(), client.status(), desk.ask()))
+            history.add(Sample(elapsed, time.time(), client.status(events_from=history.next_event), desk.ask()))
             if elapsed > KILLED_S and not killed:
                 killed = True
                 cluster.kill("decode-0/2")
