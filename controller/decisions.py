@@ -4,12 +4,12 @@ measure, and what the next report of the chosen rank says of it. For `pdbus trac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
-from bus.wire.messages import Rid, Role, Submit
+from bus.wire.messages import MemberKey, Rid, Role, Submit
 from controller.costs import Costs
 from controller.load.groups import View
 from controller.load.rank import RankLoad
@@ -23,6 +23,34 @@ SHOWN = 5  # candidates, the chosen one with them
 COST_S = 2e-6  # of a candidate in an explanation, about
 PART = 0.02  # of the controller's time
 Reasons: TypeAlias = tuple[tuple[Role, str], ...]  # of each leg, in a sentence
+
+
+class Candidate(NamedTuple):
+    """A rank that a method compared: what the request costs there, and how many tokens of its prompt it caches."""
+
+    rank: MemberKey
+    cost: float
+    cached: int
+
+
+class Weighed(NamedTuple):
+    """What `method` compared, in `unit` (plural), when it chose a leg's rank among so many `candidates`: `shown` has
+    the chosen rank, then those with the next costs. It is empty where the method compares no costs; `room` is set where
+    it computes the rank from the request's bootstrap room. Its text is a sentence."""
+
+    method: str
+    unit: str
+    candidates: int
+    shown: tuple[Candidate, ...] = ()
+    room: int | None = None
+
+    def __str__(self) -> str:
+        if self.room is not None:
+            return f"{self.method}: the rank of bootstrap_room {self.room}"
+        if not self.shown:
+            return f"{self.method}, of {self.candidates} candidates; it compares no costs"
+        shown = ", ".join(map(_named, self.shown))
+        return f"{self.method}, in {self.unit} at {self.candidates} candidates: {shown}"
 
 
 class Decisions:
@@ -61,23 +89,31 @@ class Decisions:
         return tuple([(role, self._sentence(role, submit, rank, considered.get(rank.info.role))) for role, rank in at])
 
     def _sentence(self, role: Role, submit: Submit, rank: RankLoad, candidates: list[RankLoad] | None) -> str:
-        policy, method = self._policies[rank.info.role], self._methods[rank.info.role]
         if target_of(role, submit)[1] is not None:
             return "named by the caller"
+        return str(self.weighed(self._methods[rank.info.role], submit, rank, candidates))
+
+    def weighed(self, method: str, submit: Submit, rank: RankLoad, candidates: Collection[RankLoad] | None) -> Weighed:
+        """Return what the policy of `rank`, whose name is `method`, compared when it chose that one for `submit` among
+        `candidates` (None: it was given none). Call it before the leg is charged. O(candidates)."""
+        policy = self._policies[rank.info.role]
         if candidates is None or policy.fixed:
-            return f"{method}: the rank of bootstrap_room {submit.bootstrap_room}"
-        costs = [(cost, each) for each in candidates if (cost := policy.cost(each, submit)) is not None]
+            return Weighed(method, policy.unit, 0, (), submit.bootstrap_room)
         mine = policy.cost(rank, submit)
         if mine is None:
-            return f"{method}, of {len(candidates)} candidates; it compares no costs"
+            return Weighed(method, policy.unit, len(candidates))
+        costs = [(cost, each) for each in candidates if (cost := policy.cost(each, submit)) is not None]
         others = sorted([(cost, each.key, each) for cost, each in costs if each is not rank])[: SHOWN - 1]
-        shown = [self._named(mine, rank, submit), *(self._named(cost, each, submit) for cost, _, each in others)]
-        return f"{method}, in {policy.unit} at {len(candidates)} candidates: {', '.join(shown)}"
+        cached = self._costs.cached
+        shown = [Candidate(each.key, cost, cached(each, submit)) for cost, each in
+                 ((mine, rank), *((cost, each) for cost, _, each in others))]  # fmt: skip
+        return Weighed(method, policy.unit, len(candidates), tuple(shown))
 
-    def _named(self, cost: float, rank: RankLoad, submit: Submit) -> str:
-        cached = self._costs.cached(rank, submit)
-        figure = f"{cost:,.0f}" if cost >= 100 or cost == int(cost) else f"{cost:.3g}"
-        return f"{rank.key[0]}/{rank.key[1]} {figure}" + (f" ({cached:,} cached)" if cached else "")
+
+def _named(candidate: Candidate) -> str:
+    (instance, dp_rank), cost, cached = candidate
+    figure = f"{cost:,.0f}" if cost >= 100 or cost == int(cost) else f"{cost:.3g}"
+    return f"{instance}/{dp_rank} {figure}" + (f" ({cached:,} cached)" if cached else "")
 
 
 def acknowledged(rank: Rank, ranks: Iterable[RankLoad], now: float) -> None:
