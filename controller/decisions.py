@@ -34,9 +34,9 @@ class Candidate(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """What `method` compared, in `unit` (plural), when it chose a leg's rank among so many `candidates`: `shown` has
-    the chosen rank, then those with the next costs. It is empty where the method compares no costs; `room` is set where
-    it computes the rank from the request's bootstrap room. Its text is a sentence."""
+    """The comparison of costs, in `unit` (plural), by which `method` chose a leg's rank among so many `candidates`:
+    `shown` has the chosen rank, then those with the next costs. It is empty where the method compares no costs; `room`
+    is set where it computes the rank from the request's bootstrap room. Its text is a sentence."""
 
     method: str
     unit: str

@@ -17,12 +17,15 @@ from rich.text import Text
 from bus.errors import ConfigError
 from bus.runtime import cli
 from nodes.own.engines.timing import TIMINGS, read_timing
+from pdbus.explore.figures import Explored, Loads, ShownRun
+from pdbus.explore.page import PageFile
 from pdbus.lab.compare import Result, Run, compare
 from pdbus.lab.config import LabConfig
 from pdbus.lab.formats import read_trace
 from pdbus.lab.generator import generate
 from pdbus.lab.progress import Progress
 from pdbus.lab.sessions import generate_sessions
+from pdbus.lab.tables import by_method, columns_of, estimate_of, merit, written
 from pdbus.lab.traces import Trace
 
 Decorator = Callable[[Any], Any]
@@ -63,6 +66,63 @@ def transfer_options(command: Any) -> Any:
     for each in reversed(options):
         command = each(command)
     return command
+
+
+def html_option(command: Any) -> Any:
+    """Add the option `--html` to a command."""
+    text = "Write a page to explore in a browser: decisions, loads over time, where methods differ."
+    return option("--html", type=click.Path(path_type=Path), default=None, show_default=False, metavar="FILE",
+                  help=text)(command)  # fmt: skip
+
+
+class Tried:
+    """Makes runs by `run`, and remembers what share of the requests kept their SLO at which load."""
+
+    def __init__(self, run: Callable[[Sequence[Run]], list[Result]]) -> None:
+        self._run = run
+        self._points: dict[str, dict[float, list[float]]] = {}
+        self._x = ""
+
+    def __call__(self, runs: Sequence[Run]) -> list[Result]:
+        results = self._run(runs)
+        for run, result in zip(runs, results, strict=True):
+            load = run.config.concurrency or run.config.rate or run.config.load
+            self._x = "the number under way" if run.config.concurrency else "the starts in a second"
+            of_line = self._points.setdefault(result.line, {})
+            of_line.setdefault(load, []).append(result.summary.slo_attainment)
+        return results
+
+    def loads(self) -> Loads | None:
+        """Return the means over the runs of a line and load; None where each line has one load."""
+        if max(map(len, self._points.values())) < 2:
+            return None
+        lines = {
+            line: [(load, sum(kept) / len(kept)) for load, kept in sorted(points.items())]
+            for line, points in self._points.items()
+        }
+        return Loads(self._x, lines)
+
+
+def write_page(file: PageFile, title: str, results: Sequence[Result], loads: Loads | None, console: Console) -> None:
+    """Write the page of a replay: the best row first, each by its run that has facts."""
+    rows = by_method(results)
+    best = sorted(rows, key=lambda row: merit(rows[row]))
+    runs = [ShownRun(row, each.facts) for row in best for each in rows[row] if each.facts is not None]
+    columns = columns_of(results)
+    cells = [[row, *(written(each, estimate_of(rows[row], each.field)) for each in columns)] for row in rows]
+    seeds = dict.fromkeys(result.seed for result in results)
+    notes = [f"The runs are those of seed {next(iter(seeds))}; the table has means over {len(seeds)} seeds."]
+    save(
+        file,
+        Explored("replay", title, runs, [each.title for each in columns], cells, loads, notes[: len(seeds) - 1]),
+        console,
+    )
+
+
+def save(file: PageFile, explored: Explored, console: Console) -> None:
+    """Write a page, and say so."""
+    size = file.write(explored)
+    console.print(f"wrote {file.path}: {size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
 
 
 def timing_settings(name: str, scale: float) -> dict[str, Any]:

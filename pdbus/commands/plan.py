@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from bus.runtime import cli
 from controller.config import ControllerConfig
 from pdbus.commands.lab import (
     GENERATED_S,
+    html_option,
     option,
     run_virtual,
+    save,
     setting,
     table_console,
     timing_option,
@@ -28,16 +32,20 @@ from pdbus.commands.lab import (
     transfer_options,
     write_json,
 )
+from pdbus.explore.figures import Explored, Loads, ShownRun
+from pdbus.explore.page import PageFile
 from pdbus.lab.config import LabConfig
 from pdbus.lab.plan import Found, Plan
 from pdbus.lab.plan import plan as find
 from pdbus.lab.plots import prepare, write_plan
 from pdbus.lab.tables import COLUMNS, Column, number_or_none, written
+from pdbus.lab.traces import Trace
 
 _FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "unified_kv_tokens", "chunk_tokens",
                  "link_s_per_token", "fetch_by_layer", "decode_cache", "report_delay_s",
                  "report_loss", "late_tokens", "overtake_tokens", "seed")  # fmt: skip
 _SHOWN = ("slo_attainment", "ttft_mean_s", "ttft_p99_s", "ttft_p50_s", "tpot_mean_s", "tpot_p99_s", "cache_hit_rate")
+EXPLORED = 5  # choices on the page of --html
 WIDE = 160  # columns of the whole table
 
 
@@ -79,6 +87,7 @@ WIDE = 160  # columns of the whole table
 @option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=None, help="Write plan.png and plan.json there."
 )
+@html_option
 @option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def plan(trace: Path | None, **options: Any) -> None:
     """Find the best use of a number of ranks for TRACE (as in `pdbus replay`; without it, a generated trace): the split
@@ -92,6 +101,14 @@ def plan(trace: Path | None, **options: Any) -> None:
     out: Path | None = options["out"]
     if out is not None:
         prepare(out)
+    with ExitStack() as exits:
+        page = exits.enter_context(PageFile(options["html"])) if options["html"] is not None else None
+        _plan(trace, options, config, page)
+
+
+def _plan(trace: Path | None, options: dict[str, Any], config: LabConfig, page: PageFile | None) -> None:
+    """Search, and show what was found; the best choices in `page`."""
+    out: Path | None = options["out"]
     seeds = range(config.seed, config.seed + options["seeds"])
     read = zip(seeds, traces_of(trace, options["duration_s"], seeds), strict=True)
     traces = [(each if each.timed else each.started(seed)).scaled(1 / options["rate"]) for seed, each in read]
@@ -109,10 +126,47 @@ def plan(trace: Path | None, **options: Any) -> None:
         shown.print(table_of(found, _SHOWN if shown.width >= WIDE else _SHOWN[:3]))
         click.echo(f"{best.choice} keeps {_cell('slo_attainment', best)} of the requests. To run it:")
         click.echo(f"  {command_of(best, config)}")
+    title = f"{traces[0].name}, {len(traces[0]):,} requests, {options['ranks']} ranks"
+    if page is not None:
+        _explore(found, traces[0], config, page, title, jobs, console)
     if out is not None:
-        write_plan(found, out / "plan.png", f"{traces[0].name}, {len(traces[0]):,} requests, {options['ranks']} ranks")
+        write_plan(found, out / "plan.png", title)
         write_json(out / "plan.json", data)
         console.print(f"wrote {out / 'plan.png'}, {out / 'plan.json'}")
+
+
+def _explore(
+    found: Plan, trace: Trace, config: LabConfig, page: PageFile, title: str, jobs: int, console: Console
+) -> None:
+    """Run the best choices once more with the first seed, for what they decided, and write the page."""
+    best = found.tried[:EXPLORED]
+    runs = [replace(each.choice.run(trace, config), journaled=True) for each in best]
+    shown = [
+        ShownRun(str(each.choice), result.facts)
+        for each, result in zip(best, run_virtual(runs, jobs, console), strict=True)
+        if result.facts is not None
+    ]
+    columns = [_column(field) for field in _SHOWN]
+    rows = [[str(each.choice), *(_cell(field, each) for field in _SHOWN)] for each in found.tried]
+    notes = []
+    if left := len(found.tried) - len(best):
+        notes.append(f"{left} of the choices tried are in the table alone: the page shows the {EXPLORED} best.")
+    notes.append(f"The runs are those of seed {config.seed}; the table has means over all seeds.")
+    explored = Explored("plan", title, shown, [each.title for each in columns], rows, splits_of(found), notes)
+    save(page, explored, console)
+
+
+def splits_of(found: Plan) -> Loads:
+    """Return the share of requests that keep both SLOs over the split, by methods and order."""
+    lines: dict[str, dict[float, float]] = {}
+    for each in (*found.splits, *found.tried):
+        choice = each.choice
+        if not choice.unified:
+            name = str(choice).removeprefix(f"{choice.ranks}, ")
+            lines.setdefault(name, {})[choice.prefill] = each.kept.mean
+    ranks = found.tried[0].choice.prefill + found.tried[0].choice.decode + found.tried[0].choice.unified
+    points = {name: sorted(each.items()) for name, each in lines.items()}
+    return Loads(f"the number of prefill ranks, of {ranks} ranks", points)
 
 
 def table_of(found: Plan, shown: Sequence[str]) -> Table:

@@ -21,6 +21,8 @@ from controller.trips import TRIPS
 from nodes.engines import EngineName
 from pdbus.commands.lab import (
     GENERATED_S,
+    Tried,
+    html_option,
     option,
     run_virtual,
     setting,
@@ -30,7 +32,9 @@ from pdbus.commands.lab import (
     traces_of,
     transfer_options,
     write_json,
+    write_page,
 )
+from pdbus.explore.page import PageFile
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, Run, result_of, row_of
 from pdbus.lab.config import LabConfig
@@ -150,6 +154,7 @@ class _Command(click.Command):
 @option("--timeline-s", type=cli.Seconds(0.001, 600), default=10.0, help="How long a part of the run it shows ...")
 @option("--timeline-from-s", type=cli.Seconds(0), default=None, show_default="the warm-up's end",
          help="... and from when on.")  # fmt: skip
+@html_option
 @option("--markdown", is_flag=True, help="Print the table for a document.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def replay(trace: Path | None, **options: Any) -> None:
@@ -175,18 +180,22 @@ def replay(trace: Path | None, **options: Any) -> None:
     if options["timeline"] is not None and (len(methods) * len(orders) * options["seeds"] > 1 or options["live"]
                                             or options["keep"]):  # fmt: skip
         raise ConfigError("--timeline shows one run: name one of --methods, one seed, no --live and no --keep")
+    if options["html"] is not None and options["live"]:
+        raise ConfigError("--html shows runs in virtual time: leave out --live")
     if options["out"] is not None:
         prepare(options["out"])
     with ExitStack() as exits:
         file = exits.enter_context(TimelineFile(options["timeline"])) if options["timeline"] is not None else None
-        _replay(trace, options, config, orders, methods, engine, file)
+        page = exits.enter_context(PageFile(options["html"])) if options["html"] is not None else None
+        _replay(trace, options, config, orders, methods, engine, file, page)
 
 
 def _replay(
     trace: Path | None, options: dict[str, Any], config: LabConfig, orders: list[LabConfig], methods: list[str],
-    engine: LiveEngine, file: TimelineFile | None,
+    engine: LiveEngine, file: TimelineFile | None, page: PageFile | None,
 ) -> None:  # fmt: skip
-    """Make the runs that the options ask for, and show them; one of them is recorded in `file`."""
+    """Make the runs that the options ask for, and show them; one of them is recorded in `file`, those of the first seed
+    in `page`."""
     seeds = range(config.seed, config.seed + options["seeds"])
     duration_s = options["duration_s"]
     cut_s = None if options["concurrency"] and trace else duration_s  # else the run is cut, not the trace
@@ -201,18 +210,21 @@ def _replay(
         from_s = config.warm_up_s if options["timeline_from_s"] is None else options["timeline_from_s"]
         tape = Tape(from_s, options["timeline_s"]) if file is not None else None
         runs = [
-            Run(requests, method, replace(ordered, seed=seed), tape)
+            Run(requests, method, replace(ordered, seed=seed), tape, page is not None and seed == seeds[0])
             for method in methods
             for ordered in orders
             for seed, requests in zip(seeds, traces, strict=True)
         ]
         share = options["keep"]
         run = partial(run_virtual, jobs=options["jobs"], console=console)
-        results = keep(runs, share, run) if share else run(runs)
+        tried = Tried(run)
+        results = keep(runs, share, tried) if share else tried(runs)
         if file is not None and tape is not None:
             tape.timeline.title = f"virtual time, {runs[0]}: {_title(traces, orders, results)}"
             counts = file.write(tape.done())
             console.print(f"wrote {file.path}: {counts}", highlight=False, soft_wrap=True)
+        if page is not None:
+            write_page(page, _title(traces, orders, results), results, tried.loads(), console)
     asked = {name: options[name] for name in _ASKED}
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     _show(results, _title(traces, orders, results), found, options, console)

@@ -19,6 +19,7 @@ from bus.wire.kv_names import Removed, Stored
 from bus.wire.messages import Ended, Hello, Load, Role, Sent, Submit
 from controller.balancer import Balancer
 from controller.costs import Costs
+from controller.decisions import SHOWN, Candidate, Weighed
 from controller.late import LateBinding
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
@@ -46,7 +47,18 @@ class Truth(Protocol):
 
 
 class Chooser(Protocol):
-    """Chooses among the ranks 0 .. n-1 of one role. The simulation calls it; `now` is the virtual time in seconds."""
+    """Chooses among the ranks 0 .. n-1 of one role. The simulation calls it; `now` is the virtual time in seconds.
+    `weighed` is what the last `pick` compared, once `explain` was called."""
+
+    weighed: Weighed | None
+
+    def explain(self, method: str, role: Role) -> None:
+        """Keep what each `pick` compares from now on: the method is called so, and its ranks are of this role."""
+
+    @property
+    def predicted(self) -> tuple[float, float] | None:
+        """The seconds until the first token that the last `prefills_here` compared: all at one rank, and as a pair;
+        None: its policy compares none."""
 
     def pick(self, request: Submit, now: float, read: int = 0) -> tuple[int, int]:
         """Return the rank for `request`, and the tokens by which its estimated load was raised (0 for baselines without
@@ -97,6 +109,21 @@ class Chooser(Protocol):
 
 class BaseChooser:
     """A chooser that ignores all messages and always takes requests; the base of the others."""
+
+    weighed: Weighed | None = None
+    predicted: tuple[float, float] | None = None
+    _explains: tuple[str, Role] | None = None
+
+    def explain(self, method: str, role: Role) -> None:
+        self._explains = method, role
+
+    def _weigh(self, unit: str, costs: Sequence[float], chosen: int) -> None:
+        """Keep that the rank `chosen` was picked by these costs of all ranks, if that is wanted."""
+        if self._explains is not None:
+            method, role = self._explains
+            others = sorted([(cost, rank) for rank, cost in enumerate(costs) if rank != chosen])[: SHOWN - 1]
+            shown = [Candidate((role, rank), cost, 0) for cost, rank in ((costs[chosen], chosen), *others)]
+            self.weighed = Weighed(method, unit, len(costs), tuple(shown))
 
     def takes(self, request: Submit) -> bool:
         return True
@@ -155,7 +182,9 @@ class TableChooser(BaseChooser):
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
         self._costs = costs or Costs()
         self.balancer = Balancer(self.table, {role: policy}, self._late if late else None, costs=self._costs)
-        self._asked: tuple[str, RankLoad] | None = None  # a request whose policy was asked about its rank; for `pick`
+        self._asked: tuple[Submit, RankLoad] | None = (
+            None  # a request whose policy was asked about its rank; for `pick`
+        )
         self._trip = config.trip
         memory = {"decode": config.decode_kv_tokens, "unified": config.unified_kv_tokens}.get(role, 0) if slo else 0
         self._live: dict[str, tuple[Submit, LegRun]] = {}  # by rid
@@ -174,9 +203,11 @@ class TableChooser(BaseChooser):
         """Pick by the policy and charge the rank. Raises BusError if the policy returns no rank."""
         self.balancer.tick(now)
         asked, self._asked = self._asked, None
-        rank = asked[1] if asked is not None and asked[0] == request.rid else self._pick(request)
+        about, rank = asked if asked is not None and asked[0].rid == request.rid else (request, self._pick(request))
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
+        if self._explains is not None:
+            self.weighed = self.balancer.decisions.weighed(self._explains[0], about, rank, [*self._group])
         role: Role = "unified" if request.leg == "unified" else self._role
         (leg,) = self.balancer.charge(request, now, ((role, rank),), read)
         self._live[request.rid] = request, leg
@@ -189,22 +220,26 @@ class TableChooser(BaseChooser):
     def takes(self, request: Submit) -> bool:
         rank = self._pick(request)
         if rank is not None and self.balancer.admits(self._role):
-            self._asked = request.rid, rank
+            self._asked = request, rank
         return rank is not None
 
     def prefills_here(self, request: Submit) -> bool:
-        if not self.balancer.admits(self._role) or self._asked is None or self._asked[0] != request.rid:
+        if not self.balancer.admits(self._role) or self._asked is None or self._asked[0].rid != request.rid:
             self._costs.undecided = request
             rank = self._pick(request)
             self._costs.undecided = None
-            self._asked = None if rank is None else (request.rid, rank)
+            self._asked = None if rank is None else (request, rank)
         return self._asked is not None and self.balancer.prefills_here(self._asked[1], request)
 
+    @property
+    def predicted(self) -> tuple[float, float] | None:  # type: ignore[override]
+        return self.balancer.policies[self._role].predicted
+
     def asked(self, request: Submit, now: float) -> RankLoad | None:
-        if self._asked is None or self._asked[0] != request.rid:
+        if self._asked is None or self._asked[0].rid != request.rid:
             self.balancer.tick(now)
             rank = self._pick(request)
-            self._asked = None if rank is None else (request.rid, rank)
+            self._asked = None if rank is None else (request, rank)
         return None if self._asked is None else self._asked[1]
 
     def reads_back(self, request: Submit, prefill: RankLoad, now: float) -> int:
@@ -262,9 +297,13 @@ class PowerOfTwo(Policy):
 
 class Overwrite(BaseChooser):
     """A baseline with reports that acknowledge nothing: each one overwrites the believed load, to which dispatches
-    after it are added. `of_report` gives the load of a report, `of_dispatch` that of a prompt's tokens."""
+    after it are added. `of_report` gives the load of a report, `of_dispatch` that of a prompt's tokens; `unit` is what
+    both count, in the plural."""
 
-    def __init__(self, ranks: int, of_report: Callable[[Load], int], of_dispatch: Callable[[int], int]) -> None:
+    def __init__(
+        self, ranks: int, of_report: Callable[[Load], int], of_dispatch: Callable[[int], int], unit: str
+    ) -> None:
+        self._unit = unit
         self._believed = [0] * ranks
         self._last_turn = [0] * ranks
         self._turn = 0
@@ -274,6 +313,7 @@ class Overwrite(BaseChooser):
     def pick(self, request: Submit, now: float, read: int = 0) -> tuple[int, int]:
         """Return the rank with the least believed load, by turns among equals."""
         chosen = min(range(len(self._believed)), key=lambda rank: (self._believed[rank], self._last_turn[rank]))
+        self._weigh(self._unit, self._believed, chosen)
         self._believed[chosen] += self._of_dispatch(request.prompt_tokens)
         self._turn += 1
         self._last_turn[chosen] = self._turn
@@ -303,7 +343,9 @@ class Oracle(BaseChooser):
             saved = truth.cached_tokens(rank, hashes) if hashes else 0
             return truth.queued_tokens(rank) - saved, truth.requests(rank), self._last_turn[rank]
 
-        chosen = min(range(len(self._last_turn)), key=cost)
+        costs = [*map(cost, range(len(self._last_turn)))]
+        chosen = min(range(len(costs)), key=costs.__getitem__)
+        self._weigh("tokens", [each[0] for each in costs], chosen)
         self._turn += 1
         self._last_turn[chosen] = self._turn
         return chosen, 0
@@ -374,9 +416,9 @@ def build_chooser(
     if name in ("oracle", "oracle_cache"):
         return Oracle(truth, ranks, cache=name == "oracle_cache")
     if name == "overwrite":
-        return Overwrite(ranks, lambda load: load.waiting_tokens, lambda tokens: tokens)
+        return Overwrite(ranks, lambda load: load.waiting_tokens, lambda tokens: tokens, "tokens")
     if name == "vllm_counts":
-        return Overwrite(ranks, lambda load: 4 * load.waiting + load.running, lambda tokens: 4)
+        return Overwrite(ranks, lambda load: 4 * load.waiting + load.running, lambda tokens: 4, "points")
     settings = PolicySettings(role, config.cache_weight, f"{config.seed}/{controller}")
     policy = PowerOfTwo(settings) if name == "power_of_two" else make_policy(LATE.get(name, name), settings)
     late = name in LATE or config.queue_order == "slo"

@@ -16,6 +16,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from bus.errors import BusError
+from pdbus.explore.facts import RunFacts
 from pdbus.lab.config import LabConfig
 from pdbus.lab.metrics import Summary, summarise, ttfts
 from pdbus.lab.outcome import Outcome
@@ -27,12 +28,13 @@ from pdbus.lab.traces import Trace
 @dataclass(frozen=True, slots=True)
 class Run:
     """One replay to make: one method on one trace; its seed is the config's. A `tape` records a run that is made
-    alone."""
+    alone. `journaled`: its result has its decisions."""
 
     trace: Trace
     method: str
     config: LabConfig
     tape: Tape | None = None
+    journaled: bool = False
 
     def __str__(self) -> str:
         return f"{row_of(self.method, self.config)} seed {self.config.seed}"
@@ -40,7 +42,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one run, for tables and plots: sorted TTFTs (s), and queued tokens by sample and rank."""
+    """The result of one run, for tables and plots: sorted TTFTs (s), and queued tokens by sample and rank; `facts` for
+    a page, where they were wanted."""
 
     method: str
     seed: int
@@ -50,6 +53,7 @@ class Result:
     load: list[list[int]]
     line: str = ""  # `method` without the number of sessions under way, for plots over that
     concurrency: int = 0  # sessions under way; 0: they started at their times
+    facts: RunFacts | None = None
 
 
 def row_of(method: str, config: LabConfig) -> str:
@@ -65,7 +69,15 @@ def result_of(outcome: Outcome, config: LabConfig, kind: str = "") -> Result:
     summary = summarise(outcome, config)
     name, line = (row_of(outcome.method, each) + kind for each in (config, replace(config, concurrency=0)))
     return Result(
-        name, config.seed, summary, ttfts(outcome), outcome.sample_s, load, line=line, concurrency=config.concurrency
+        name,
+        config.seed,
+        summary,
+        ttfts(outcome),
+        outcome.sample_s,
+        load,
+        line=line,
+        concurrency=config.concurrency,
+        facts=outcome.facts,
     )
 
 
@@ -89,7 +101,7 @@ def compare(
 
 
 def _replay(run: Run, on_share: Callable[[float], None]) -> Result:
-    return result_of(simulate(run.trace, run.method, run.config, on_share, run.tape), run.config)
+    return result_of(simulate(run.trace, run.method, run.config, on_share, run.tape, run.journaled), run.config)
 
 
 @dataclass(slots=True)
@@ -144,7 +156,7 @@ def _side_by_side(
 def _give(connection: Any, worker: _Worker, number: int, run: Run) -> None:
     worker.number = number
     with suppress(BrokenPipeError, ConnectionResetError):  # it has died; its missing answer raises the error
-        connection.send((run.trace if run.trace is not worker.trace else None, run.method, run.config))
+        connection.send((run.trace if run.trace is not worker.trace else None, run.method, run.config, run.journaled))
     worker.trace = run.trace
 
 
@@ -153,10 +165,10 @@ def _serve(connection: Connection) -> None:
     trace: Any = None
     with suppress(EOFError):
         while True:
-            fresh, method, config = connection.recv()
+            fresh, method, config, journaled = connection.recv()
             trace = fresh or trace
             try:
-                connection.send(_replay(Run(trace, method, config), connection.send))
+                connection.send(_replay(Run(trace, method, config, journaled=journaled), connection.send))
             except BusError as error:
                 connection.send(error)
 

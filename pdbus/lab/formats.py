@@ -10,6 +10,9 @@ Published formats are read, by their first line:
 - Bailian (Qwen): JSON lines of `chat_id`, `parent_chat_id`, `timestamp` (s), lengths and `hash_ids` of 16-token blocks.
   It has no ends of requests: the think time is that between two arrivals.
 - Azure LLM inference traces (Splitwise, ISCA '24): CSV of `TIMESTAMP,ContextTokens,GeneratedTokens`.
+
+A request's rid is what Mooncake's rows say as `rid` or `request_id`, the `chat_id` of Bailian's, and of a turn the name
+of its session and its number there.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import json
 import lzma
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -32,6 +36,7 @@ from bus.errors import ConfigError
 from pdbus.lab.traces import BLOCK_TOKENS, Trace, TraceRequest, checked
 
 MAX_TOKENS = 10_000_000
+MAX_RID = 200  # characters
 BAILIAN_BLOCK_TOKENS = 16
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]  # among others, in any order
 _DECIMALS = re.compile(r"(\.\d{6})\d+")  # datetime takes six
@@ -129,6 +134,7 @@ def _mooncake(row: _Row) -> TraceRequest:
         prompt_tokens,
         output_tokens,
         _hashes(row, prompt_tokens // BLOCK_TOKENS),
+        rid=_rid(row.get("rid", row.get("request_id", ""))),
     )
 
 
@@ -138,6 +144,7 @@ class _Turns:
     def __init__(self) -> None:
         # A session's last turn, with its place.
         self._last: dict[str, tuple[int, TraceRequest]] = {}
+        self._turns: Counter[str] = Counter()
         self._places = 0
 
     def read(self, row: _Row) -> TraceRequest:
@@ -157,7 +164,9 @@ class _Turns:
             request = TraceRequest(at_s, tokens, output_tokens, hashes, before.session, (place,), think_s)
         self._last[name] = self._places, request
         self._places += 1
-        return replace(request, hashes=hashes[: request.prompt_tokens // BLOCK_TOKENS])
+        self._turns[name] += 1
+        rid = f"{_rid(name)}/{self._turns[name]}"
+        return replace(request, hashes=hashes[: request.prompt_tokens // BLOCK_TOKENS], rid=rid)
 
 
 class _Chats:
@@ -182,7 +191,7 @@ class _Chats:
         if row["chat_id"] in self._chats:
             raise ValueError(f"chat_id {row['chat_id']!r} stands there twice")
         self._chats[row["chat_id"]] = number, request
-        return request
+        return replace(request, rid=_rid(row["chat_id"]))
 
 
 @dataclass(slots=True)
@@ -191,8 +200,10 @@ class _Weka:
 
     requests: list[TraceRequest]  # of all sessions so far
     session: int
+    name: str  # of the session
     base: int
     block_tokens: int
+    turns: int = 0  # so far
     highest: int = 0  # of the ids
     last_ids: Seq[int] = ()  # of the request before, as they stand there
     last_hashes: tuple[int, ...] = ()  # made of them
@@ -202,7 +213,9 @@ class _Weka:
         prompt_tokens = _count(row["in"], "in", 1)
         hashes = self._hashes(row.get("hash_ids", [])[: prompt_tokens // self.block_tokens])
         output_tokens = _count(row["out"], "out")
-        request = TraceRequest(at_s, prompt_tokens, output_tokens, hashes, self.session, after, think_s)
+        self.turns += 1
+        rid = f"{self.name}/{self.turns}" if self.name else ""
+        request = TraceRequest(at_s, prompt_tokens, output_tokens, hashes, self.session, after, think_s, rid)
         self.requests.append(request)
         return len(self.requests) - 1, at_s + _seconds(row.get("api_time", 0.0), "api_time")
 
@@ -256,7 +269,7 @@ def _weka(name: str, texts: Iterable[tuple[str, str]]) -> Trace:
                 raise ValueError(f"block_size is {size}, and {block_tokens} in the sessions before")
             block_tokens = size
             local = row.get("hash_id_scope", "local") == "local"
-            reader = _Weka(requests, session, base if local else 0, block_tokens)
+            reader = _Weka(requests, session, _rid(row.get("id", "")), base if local else 0, block_tokens)
             reader.chain(row["requests"], 0.0, (), 0.0)
             base, session = base + reader.highest * local, session + 1
     return checked(name, requests, block_tokens, timed=False)
@@ -294,6 +307,10 @@ def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 def _names(cells: Iterable[str]) -> list[str]:
     return [cell.strip() for cell in cells]
+
+
+def _rid(value: Any) -> str:
+    return str(value)[:MAX_RID]
 
 
 def _count(value: Any, name: str, least: int = 0, most: int = MAX_TOKENS) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from bus.errors import ConfigError
 from controller.trips import Trip
+from pdbus.explore.facts import RunFacts
 from pdbus.lab.arrivals import Arrivals
 from pdbus.lab.traces import TraceRequest
 
@@ -65,6 +66,7 @@ class Outcome:
     unified_busy: float = 0.0  # share of the time that unified ranks computed
     trips: Mapping[Trip, int] | None = None  # how many pairs made each, where the requests do not say
     cache_hit_rate: float | None = None  # set where the requests have no cached tokens of their own
+    facts: RunFacts | None = None  # of the run's decisions, where they were wanted
 
     def count(self, courses: Seq[RequestOutcome], arrivals: Arrivals, ended_s: float) -> None:
         """Set the requests that count, of all `courses` of the trace, and the times of a run that ended at `ended_s`.

@@ -30,7 +30,7 @@ class Side:
     ) -> None:  # fmt: skip
         self._loop, self._config = loop, config
         self._delay_s = config.hop_s + config.report_delay_s
-        self.role, self.ranks, self.truth = role, ranks, TrueState(loop, ranks)
+        self.role, self.ranks, self.method, self.truth = role, ranks, name, TrueState(loop, ranks)
         if config.controllers > 1:
             for rank in ranks:
                 rank.welcomed(range(1, config.controllers + 1))
@@ -45,6 +45,11 @@ class Side:
         if kind.kv_events:
             for dp_rank, rank in enumerate(ranks):
                 rank.steps_taken.append(partial(self._report_cache, dp_rank, rank))
+
+    def explain(self) -> None:
+        """Have the choosers keep what they compare."""
+        for listener in self.choosers:
+            listener.chooser.explain(self.method, self.role)
 
     def share(self, rng: random.Random) -> None:
         """Let the controllers share their counters from now on; `rng` draws losses."""

@@ -28,6 +28,7 @@ from pdbus.lab.capacity import stretch
 from pdbus.lab.choosers import LATE, METHODS, Method, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
+from pdbus.lab.journal import Journal
 from pdbus.lab.outcome import Outcome, RequestOutcome
 from pdbus.lab.pool import packed
 from pdbus.lab.rank import VirtualRank
@@ -42,14 +43,14 @@ SHARE_STEP = 0.02
 
 def simulate(
     trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None] = lambda share: None,
-    tape: Tape | None = None,
+    tape: Tape | None = None, journaled: bool = False,
 ) -> Outcome:  # fmt: skip
     """Replay `trace` with `method` for prefill and unified ranks in virtual time, stretched as `config` says, and
     return the outcome once all requests that count have ended. It computes in this thread (seconds to minutes). Raises
     ConfigError for an unknown method, when a request exceeds the memory of a rank, and when no request counts.
 
     `on_share` is called regularly with an estimate of the share of the run that is done. `tape` records the ranks'
-    steps, and changes nothing of the run.
+    steps; `journaled` has the outcome keep the decisions (`Outcome.facts`). Neither changes anything of the run.
     """
     check_method(method)
     check_method(config.decode_method)
@@ -79,6 +80,8 @@ def simulate(
     run = _Run(stretch(trace, config), method, config, on_share)
     if tape is not None:
         run.record(tape)
+    if journaled:
+        run.keep_journal()
     return run.run()
 
 
@@ -169,6 +172,7 @@ class _Run:
                 each.share(rng)
         self.outcome = Outcome(method, [], config.sample_s)
         self.tape: Tape | None = None
+        self.journal: Journal | None = None
 
     def run(self) -> Outcome:
         arrivals, loop, outcome = self.arrivals, self.loop, self.outcome
@@ -182,7 +186,16 @@ class _Run:
         outcome.prefill_busy, outcome.decode_busy, outcome.unified_busy = (
             each.truth.busy(elapsed_s) for each in self.sides
         )
+        if self.journal is not None:
+            self.journal.ends(self.courses, arrivals.counted, outcome)
+            outcome.facts = self.journal.facts
         return outcome
+
+    def keep_journal(self) -> None:
+        """Keep the decisions of the run, from its beginning on."""
+        self.journal = Journal(self.trace, self.rooms, self.config)
+        for side in self.sides:
+            side.explain()
 
     def record(self, tape: Tape) -> None:
         """Have `tape` record the run, from its beginning on."""
@@ -272,6 +285,8 @@ class _Run:
     def _dispatch(self, number: int) -> None:
         course, submit, hop_s = self.courses[number], self._header(number), self.config.hop_s
         decode = self.decode.choosers[self.owner[number]] if self.decode.choosers else None
+        if self.journal is not None:
+            self.journal.decides(number, self.loop.now)
         if self.is_unified[number]:
             course.unified_rank, charge = self._pick(self.unified, number, submit)
             self.loop.call_later(hop_s, self._arrive_unified, number, charge)
@@ -293,7 +308,11 @@ class _Run:
         """Return true if the decode rank that a pair's controller would pick computes its prompt, by its policy's
         wish."""
         self._read(self.owner[number])
-        return self.decode.choosers[self.owner[number]].prefills_here(submit)
+        listener = self.decode.choosers[self.owner[number]]
+        here = listener.prefills_here(submit)
+        if self.journal is not None:
+            self.journal.predicts(number, listener.chooser.predicted)
+        return here
 
     def _read(self, owner: int) -> None:
         """Let a controller read the reports of all ranks: a policy that says where a prompt is computed looks at other
@@ -308,6 +327,9 @@ class _Run:
         rank, charge = side.choosers[owner].pick(submit, self.loop.now, read)
         if side is not self.decode:
             self.courses[number].regret_tokens = side.truth.regret(rank, self._reusable(number))
+        if self.journal is not None:
+            queued = side.truth.requests(rank) if side is self.decode else side.truth.queued_tokens(rank)
+            self.journal.picks(side.role, number, rank, side.choosers[owner].chooser.weighed, queued)
         side.truth.depart(rank, submit.prompt_tokens)
         if side.sharing is not None:
             side.sharing.soon(owner)

@@ -35,6 +35,11 @@ class Column:
     closed: bool = False  # it tells methods apart where answers delay requests, and is not shown elsewhere
     optional: bool = False  # not shown where no run has this figure
 
+    @property
+    def title(self) -> str:
+        """The heading in one line."""
+        return " ".join(self.heading).replace("- ", "").strip()
+
 
 COLUMNS = (
     Column("ttft_mean_s", ("TTFT", "mean s"), "from a request's arrival to its first token at the client, seconds", 3),
@@ -133,7 +138,7 @@ def table_of(results: Sequence[Result], title: str, width: int) -> Group:
 def markdown_of(results: Sequence[Result]) -> str:
     """Return the table in Markdown, a row for each method."""
     columns = columns_of(results)
-    headings = [" ".join(column.heading).replace("- ", "").strip() for column in columns]
+    headings = [column.title for column in columns]
     lines = [f"| method | {' | '.join(headings)} |", "| --- |" + " ---: |" * len(columns)]
     for method, runs in by_method(results).items():
         lines.append(f"| `{method}` | {' | '.join(_cell(column, runs) for column in columns)} |")

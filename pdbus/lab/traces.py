@@ -21,7 +21,7 @@ BLOCK_TOKENS = 512
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request: its arrival (s since the trace began), prompt and output tokens, the hashes of its full prompt
-    blocks, and its place in its session."""
+    blocks, its place in its session, and its rid in the recording, if that says one."""
 
     arrival_s: float  # since the trace began; of a later turn: when it came in the recording, used for its order alone
     prompt_tokens: int  # of the prompt, cached ones included
@@ -30,6 +30,7 @@ class TraceRequest:
     session: int = -1  # the number of its session; -1: it is alone
     after: tuple[int, ...] = ()  # places in the trace of the requests that have to end first
     think_s: float = 0.0  # from the last of those ends to its arrival
+    rid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,17 @@ class Trace:
         0."""
         session = self.requests[place].session
         return session if session >= 0 else -1 - place
+
+    def keys(self) -> list[tuple[int, int]]:
+        """Return for each request its session (-1: none) and its number there: both stay what they are when the trace
+        is stretched, which may change the order of requests of different sessions."""
+        counts: dict[int, int] = {}
+        found = []
+        for request in self.requests:
+            number = counts.get(request.session, 0)
+            counts[request.session] = number + 1
+            found.append((request.session, number))
+        return found
 
     def kept_hashes(self) -> list[tuple[int, ...]]:
         """Return the hashes of the blocks that each request leaves where it is decoded: those of its prompt, and of its

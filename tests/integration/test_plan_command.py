@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from explored import Page
 
 SHORT = ("--duration-s", "40", "--ranks", "4", "--seeds", "1", "--jobs", "1")
 
@@ -37,6 +38,22 @@ def test_unified_ranks_are_tried_too(tmp_path: Path) -> None:
     assert all(row["prefill"] + row["decode"] + row["unified"] == 4 for row in found["tried"])
     assert {row["unified"] for row in found["tried"]} == {0, 1, 2, 4}
     assert not any(row["unified"] for row in found["splits"])
+
+
+def test_a_page_has_the_best_choices_and_all_in_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "out.html"
+    done = plan(*SHORT, "--unified", "--json", "--html", str(path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads(plan(*SHORT, "--unified", "--json").stdout)
+    head = Page(path.read_text(encoding="utf-8")).data.head
+    assert head["command"] == "plan"
+    assert len(head["rows"]) == len(found["tried"]) > 5
+    assert [run["name"] for run in head["runs"]] == [row[0] for row in head["rows"][:5]]
+    assert head["loads"]["x"] == "the number of prefill ranks, of 4 ranks"
+    shares = dict(head["loads"]["lines"])["cache_aware, total_requests, order slo"]
+    assert [x for x, _ in shares] == [row["prefill"] for row in found["splits"]]
+    assert f"{len(found['tried']) - 5} of the choices tried are in the table alone" in head["notes"][0]
 
 
 @pytest.mark.parametrize("more", [(), ("--unified",)], ids=["pairs", "unified"])

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from explored import Page
 
 from pdbus.lab.choosers import METHODS
 from pdbus.lab.metrics import estimate
@@ -314,3 +315,64 @@ def test_a_timeline_that_cannot_be_is_one_line_before_the_run(
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"pdbus: error: {why.format(folder=tmp_path)}")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_page_as_the_page_of_the_docs_has_it(tmp_path: Path) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8").splitlines()
+    (line,) = [each for each in lines if "--html" in each and each.startswith("    pdbus replay")]
+    path = tmp_path / "out.html"
+    methods = shlex.split(line.replace("out.html", str(path)))[2:]
+    plain = replay(*methods[:2], *SHORT, "--seeds", "2", "--json")
+    done = replay(*methods, *SHORT, "--seeds", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout, "it changes nothing of the run"
+    head = Page(path.read_text(encoding="utf-8")).data.head
+    assert head["runs"][0]["name"] == "cache_aware", "the best is first"
+    assert {run["name"] for run in head["runs"]} == {row[0] for row in head["rows"]} == {*methods[1].split(",")}
+    assert head["title"].startswith("generated-1 to generated-2, ")
+    assert head["notes"][0] == "The runs are those of seed 1; the table has means over 2 seeds."
+    assert [each.name for each in tmp_path.iterdir()] == ["out.html"]
+
+
+def test_a_page_shows_what_a_search_found_at_which_rates(tmp_path: Path) -> None:
+    path = tmp_path / "out.html"
+    done = replay(
+        *SHORT, "--methods", "round_robin,cache_aware", "--keep", "0.5", "--slo-ttft-s", "5", "--html", str(path)
+    )
+    assert done.returncode == 0, done.stderr
+    head = Page(path.read_text(encoding="utf-8")).data.head
+    assert head["loads"]["x"] == "the starts in a second"
+    for _, points in head["loads"]["lines"]:
+        assert len(points) > 3
+        assert points == sorted(points)
+    assert len(head["runs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--html", "{folder}/none/out.html"), "cannot write {folder}/none/out.html: No such file or directory"),
+        (("--html", "{folder}/out.pdf"), "--html writes a page: name a file that ends with .html, not out.pdf"),
+        (("--html", "{folder}/out.html", "--live"), "--html shows runs in virtual time: leave out --live"),
+        (("--html", "{folder}/out.html", "--methods", "best"), "unknown method 'best' for replay"),
+        (
+            ("--html", "{folder}/out.html", "--ranks", "2", "--cache-blocks", "1"),
+            "--cache-blocks 1 of 512 tokens cannot",
+        ),
+    ],
+)
+def test_a_page_that_cannot_be_is_one_line_and_no_file(tmp_path: Path, arguments: tuple[str, ...], why: str) -> None:
+    done = replay("--duration-s", "20", *(each.format(folder=tmp_path) for each in arguments))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"pdbus: error: {why.format(folder=tmp_path)}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_without_bokeh_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "bokeh.py").write_text("raise ImportError")
+    command = [sys.executable, "-m", "pdbus", "replay", "--duration-s", "3600", "--html", str(tmp_path / "out.html")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pdbus: error: --html needs Bokeh: pip install bokeh, or leave out --html\n"
+    assert not (tmp_path / "out.html").exists()
