@@ -44,6 +44,7 @@ TYPED = {
     "pdbus replay --unified-ranks 8": "tests/integration/test_replay_command.py",
     "pdbus record 10s": "tests/integration/test_record_command.py",
     "pdbus replay --methods cache_aware --queue-order": "tests/integration/test_replay_command.py",
+    "pdbus replay --methods round_robin,total_tokens,cache_aware": "tests/integration/test_replay_command.py",
     "pdbus replay --keep 0.9": "tests/integration/test_replay_command.py",
     "pdbus replay --link-s-per-token": "tests/integration/test_replay_command.py",
     "export PDBUS_SGLANG_METHOD=cache_aware": "tests/real_sglang/test_servers_live.py",
