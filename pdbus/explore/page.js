@@ -184,7 +184,7 @@
     const [one, other] = pair(), two = runs.length > 1, wanted = $("find").value.trim().toLowerCase();
     const found = wanted ? order.filter((at) => nameOf(at).toLowerCase().includes(wanted)) : order;
     const heads = ["request", "arrived", "prompt", "output", `TTFT ${one.name}`, ...(two ? [`TTFT ${other.name}`, "differ by"] : []), `ranks ${one.name}`, ...(two ? [`ranks ${other.name}`] : [])];
-    const wide = (place) => (place === 1 || place === 3 || place > (two ? 6 : 4) ? { class: "wide" } : {}), cell = (place) => ({ ...wide(place), ...(place ? { "data-head": heads[place] } : {}) });
+    const wide = (place) => ((place > 0 && place < 4) || place > (two ? 6 : 4) ? { class: "wide" } : {}), cell = (place) => ({ ...wide(place), ...(place ? { "data-head": heads[place] } : {}) });
     $("list").replaceChildren(
       el("thead", {}, el("tr", {}, ...heads.map((text, place) => el("th", { scope: "col", ...wide(place) }, text)))),
       el("tbody", {}, ...found.slice(0, listed).map((at) => {
