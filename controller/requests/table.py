@@ -24,7 +24,7 @@ from controller.requests.request import Request, State, blames, had_output
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
-MAX_OVER = 16_384
+MAX_MADE = 16_384
 
 
 class HeldLeg(NamedTuple):
@@ -46,16 +46,6 @@ class Losses(NamedTuple):
     processes: tuple[Hashable, ...]
 
 
-class Over(NamedTuple):
-    """A request that failed of late, or was tried again here: its ranks may still say something of it. `submitted` is
-    the attempt that was submitted last, `made` the last one that was made here."""
-
-    room: int | None
-    prompt_tokens: int
-    submitted: Attempt
-    made: Attempt
-
-
 class RequestTable:
     """The table. `requests` by rid; `queue` holds those that wait; `payload_bytes` is the sum of all payloads;
     `orphans` is what nodes still run of a former controller's dispatches; `history` has the last requests that have
@@ -69,7 +59,8 @@ class RequestTable:
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, Losses] = OrderedDict()
-        self._over: dict[Rid, Over] = {}
+        # of requests that failed of late, or were tried again here: the last attempt. Its ranks may still speak of it
+        self._made: dict[Rid, Attempt] = {}
         self._due: TimerSlots[Rid | Rank] = TimerSlots(now)
         self.requests: dict[Rid, Request] = {}
         self.queue = CentralQueue(
@@ -105,17 +96,13 @@ class RequestTable:
             raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
 
     def add(self, request: Request) -> None:
-        """Add a request. If it is another request than the one that failed under its rid, it begins with a new
-        attempt number, so that late reports of ranks about the failed one are not taken for its own. A later attempt
-        of the same request does so too: its client need not know how many were made here. What it says again keeps the
-        last number that it had here."""
+        """Add a request. Where a request with its rid failed here of late, or was tried again, this one begins with a
+        new attempt number, also if it is the same one that its client says again: ranks remember what became of an
+        attempt, and say so if it comes again. Its client need not know how many were made here."""
         rid = request.rid
         self.requests[rid] = request
-        if rid in self._over:
-            over, submit = self._over[rid], request.submit
-            same = over[:2] == (submit.bootstrap_room, submit.prompt_tokens - submit.offset)
-            another = not same or submit.attempt > over.submitted
-            request.attempt = max(request.attempt, min(over.made + another, MAX_ATTEMPT))
+        if rid in self._made:
+            request.attempt = max(request.attempt, min(self._made[rid] + 1, MAX_ATTEMPT))
         for place in request.places:
             self._rooms[place] = rid
         self._enter(request)
@@ -157,7 +144,7 @@ class RequestTable:
             self.release_payload(request)
         if request.deadline_at is not None:
             self._due.remove(request.rid, request.deadline_at)
-        if failed or request.attempt > request.submit.attempt or request.rid in self._over:
+        if failed or request.attempt > request.submit.attempt or request.rid in self._made:
             self._remember(request, code)
         record = record_of(request, now, code, why)
         self.history.add(record)
@@ -229,12 +216,10 @@ class RequestTable:
     def _remember(self, request: Request, code: Code) -> None:
         """Keep what a later submit under this rid has to know of the request, which is over."""
         if request.tries:
-            submit = request.submit
-            prompt_tokens = submit.prompt_tokens - submit.offset
-            self._over.pop(request.rid, None)  # to the end of the order
-            self._over[request.rid] = Over(submit.bootstrap_room, prompt_tokens, submit.attempt, request.attempt)
-            if len(self._over) > MAX_OVER:
-                del self._over[next(iter(self._over))]
+            self._made.pop(request.rid, None)  # to the end of the order
+            self._made[request.rid] = request.attempt
+            if len(self._made) > MAX_MADE:
+                del self._made[next(iter(self._made))]
         if request.losses and code != "ok":
             last = request.lost_at > 0 and (request.lost_at == request.attempt or not had_output(request))
             losses = Losses(request.submit.offset, request.losses, last, request.lost_with)

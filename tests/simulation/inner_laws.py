@@ -279,20 +279,13 @@ def _dispatched(world: World, controller: ControllerProcess, node: NodeProcess, 
         return
     key = node.name, node.starts, dp_rank, epoch
     world.came[key] = max(world.came.get(key, (0,))[0], number), max(world.now, node.paused_until), socket
-    if not controller.alive:
-        return
-    live = controller.part.core.life.requests.get(rid)
-    last = controller.part.core.life.table._over.get(rid)  # it may have failed since
-    if live is not None and (live.attempt, live.submit.bootstrap_room) == (attempt, room):
-        submitted = live.submit.attempt
-    elif last is not None and (last[3], last[0]) == (attempt, room):
-        submitted = last[2]
-    else:
+    live = controller.part.core.life.requests.get(rid) if controller.alive else None
+    if live is None or (live.attempt, live.submit.bootstrap_room) != (attempt, room):
         return
     key = controller.name, controller.starts, rid, room, attempt, leg
-    first, before = world.tries.setdefault(key, (submitted, number))
-    if number != before and submitted > first:
-        why = f"attempt {attempt} of submit {submitted} had been dispatched for submit {first}"
+    first, before = world.tries.setdefault(key, (live.submit.attempt, number))
+    if number != before and live.submit.attempt > first:
+        why = f"attempt {attempt} of submit {live.submit.attempt} had been dispatched for submit {first}"
         raise Broken("each try has a number of its own", f"{controller.name}: {why}", rid)
 
 

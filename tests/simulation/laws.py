@@ -37,7 +37,6 @@ KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what
 SHARED_S = 8.0  # of a rid that several requests have: a rank waits 2 s for the one that never came, its client 2 s more
 RECENT_S = 8.0  # after its end a fault is no reason any more for a try that fails
 SILENT_S = 5.0
-KILLS_S = 1.0  # until what is over runs nowhere any more
 LET_GO_S = 20.0  # after a key was let go of nothing of its is computed
 AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
            "resync", "who")  # fmt: skip
@@ -348,7 +347,7 @@ def at_rest(world: World) -> None:
     for asked in world.asked:
         if asked.lives:
             raise Broken("it ends", f"{asked.rid} (request {asked.spec.number}), from {asked.began:.3f} on", asked.rid)
-        if any(asked.ended is not None and when > asked.ended + KILLS_S for when, _ in asked.killed):
+        if asked in world.killed_late:
             why = f"{asked.rid}, over at {asked.ended:.3f}, killed ranks at {asked.killed}"
             raise Broken("what is over takes no rank down", why, asked.rid)
     there: dict[tuple[str, int], NodeProcess] = {}

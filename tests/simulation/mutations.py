@@ -76,7 +76,7 @@ MUTATIONS = (
     Mutation("twice-at-once", "two starts of a rank both serve",
              "controller.members:Members._replace", "if known and not is_later(load.info, hello):", "if False:", seed=137, how="tight"),
     Mutation("tries-not-counted", "cancelled or fenced by what became of tries that its client did not make",
-             "controller.requests.table:RequestTable.add", "not same or submit.attempt > over.submitted", "not same", seed=163, how="crowded"),
+             "controller.requests.table:RequestTable.add", "self._made[rid] + 1", "self._made[rid]", seed=262, how="tries"),
     Mutation("late-cancels", "the cancel of a request that was given up ends another client's",
              "controller.requests.life:RequestLifecycle.cancel", "room is None or", "True or", seed=85, how="tight"),
     Mutation("cancels-of-the-ended", "a stream that has ended cancels the next request of its rid",

@@ -38,6 +38,7 @@ CHECK_S = 0.1
 HUNG_S = 14.0  # until who supervises a node whose engine hangs kills it
 STALL_S = (0.02, 0.6)  # of connections that flap, and between two stalls
 LOOKS_S = (0.0, 2.0)  # until a key that was taken from the lists is let go of
+KILLS_S = 1.0  # until what is over runs nowhere any more
 RESTART_S = (0.05, 1.5)  # until who supervises a process that died starts it again
 
 
@@ -110,6 +111,7 @@ class World:
         self.dispatched: dict[str, float] = {}  # by rid, when a rank had it first
         self.came: dict[tuple[Any, ...], tuple[int, float, Any]] = {}  # (node, start, rank, controller's epoch): last
         self.tries: dict[tuple[Any, ...], tuple[int, int]] = {}  # (controller, start, rid, room, attempt, leg)
+        self.killed_late: list[Asked] = []  # requests that were over and took a rank down
         self.failures: set[tuple[str, str, str, int]] = set()  # (client, endpoint, rid, attempt): a stream has failed
         self.deadly: dict[tuple[str, int], dict[str, int]] = {}  # (controller, start): rids, and their offsets
         self.given_up: dict[tuple[int, str], list[tuple[int, float]]] = {}  # (start of a rank, rid): attempts, when
@@ -449,6 +451,8 @@ class World:
         if killer is None:
             return False
         killer.killed.append((self.now, leg.offset))
+        if killer.ended is not None and self.now > max(killer.ended, process.paused_until) + KILLS_S:
+            self.killed_late.append(killer)
         self.counts["killed"] += 1
         self.at(self.now, lambda: self._crash(process))
         fault = Fault(self.now, "crash", process.name)

@@ -243,14 +243,18 @@ class TestRetries:
         world.feed(Tick())
         assert len(world.cancels(U[0])) == 3
 
-    def test_it_is_not_where_its_attempt_was_submitted_again(self) -> None:
+    @pytest.mark.parametrize("forgotten", [False, True])
+    def test_it_is_not_where_its_attempt_runs_again(self, forgotten: bool) -> None:
+        """Of more requests than a controller remembers."""
         world = unified()
         world.submit(submit("r"))
         world.feed(FromClient("client", Cancel("r")))
         world.feed(Undelivered(peer_of(U[0]), world.cancels(U[0])[0]))
+        if forgotten:
+            world.core.life.table._made.clear()
         world.submit(submit("r"))
         world.feed(Tick())
-        assert len(world.cancels(U[0])) == 1
+        assert len(world.cancels(U[0])) == 2 - forgotten
 
 
 class TestEnds:

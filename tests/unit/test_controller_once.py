@@ -41,15 +41,17 @@ class TestIdentity:
         world.assert_empty()
 
     def test_a_submit_that_came_late_over_a_lost_connection_spoils_nothing_for_the_one_that_is_said_again(self) -> None:
-        """Its rank remembers how it was told to end the attempt, and says so when that comes again."""
+        """Ranks remember how they were told to end an attempt, and say so when it comes again: another one comes."""
         world = unified()
         world.submit(submit("r"), peer="before")
         world.feed(ClientGone("before", "r"))
         world.submit(submit("r"), peer="after")
         (cancel,) = world.cancels(U[0])
+        assert cancel.attempt == 1
+        assert [accepted.attempt for accepted in world.answers(Accepted, "after")] == [2]
         world.feed(FromNode(peer_of(U[1]), Progress("u", 1, 1, (), (Ended("r", 1, "unified", cancel.code),))))
         assert not world.answers(Failed, "after")
-        assert [accepted.attempt for accepted in world.answers(Accepted, "after")] == [1, 2]
+        assert world.core.life.requests["r"].attempt == 2
 
     def test_another_request_under_a_live_rid_is_refused(self) -> None:
         """M71"""

@@ -481,14 +481,18 @@ class TestConnectionsThatComeBack:
         assert not world.cancels()
         assert "r" in world.work(U[0])
 
-    def test_an_attempt_that_was_given_up_and_comes_anew_is_wanted(self) -> None:
+    @pytest.mark.parametrize("forgotten", [False, True])
+    def test_an_attempt_that_was_given_up_is_not_wanted_unless_it_has_come_anew(self, forgotten: bool) -> None:
+        """That is one of more requests than a controller remembers."""
         world = self.one()
         world.gone = {peer_of(U[0])}
         world.feed(FromClient("client", Cancel("r"), ()))
         world.join(U[0], peer="new")
+        if forgotten:
+            world.core.life.table._made.clear()
         world.submit(submit("r"))
         world.join(replace(U[0], running=(("r", 1),)), peer="newer")
-        assert not world.cancels()
+        assert len(world.cancels()) == 1 - forgotten
 
     def test_after_an_absence_of_our_own_lost_connections_have_a_lease_to_come_back(self) -> None:
         """Over tcp their peers close them meanwhile."""
