@@ -40,7 +40,7 @@ from pdbus.fleet.verdict import MARKS, Line, headline_of, lines_of
 ONCE_WAIT_MS = 3_000  # for the broker, where nothing is shown again
 WIDTH = 132  # of a table outside a terminal
 COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")
-STYLES = {"bad": "bold red", "late": "bold dark_orange", "warn": "yellow"}
+STYLES = {"bad": "bold red", "late": "bold dark_orange", "warn": "yellow", "well": "green"}
 WORDS = ("rank", "role", "state")
 LEAST_FIRST = (
     "ended",
@@ -116,7 +116,7 @@ def as_dict(sample: Sample, history: History) -> dict[str, Any]:
     broker = _named(sample.broker) if sample.broker is not None else None
     trouble, conditions = trouble_of(sample.status), history.sentences()
     lines = _lines(history)
-    level, headline = headline_of(lines, sample.status) or ("well", "All is well")
+    level, headline = headline_of(lines, history)
     items = [{"level": line.level, "kind": line.kind, "text": line.text, "rank": line.rank} for line in lines]
     verdict = {"level": level, "headline": headline, "lines": items}
     return {
@@ -166,8 +166,9 @@ def _show(console: Console, sample: Sample, history: History, bus: str, keys: st
         counts = ", ".join(f"{name} {count}" for name, count in broker.counts.items() if count)
         _print(console, f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
     lines = _lines(history)
-    if (headline := headline_of(lines, seen)) is not None and len(lines) > 1:
-        _print(console, f"{MARKS[headline[0]]} {headline[1]}", style=f"bold {STYLES[headline[0]]}")
+    level, headline = headline_of(lines, history)
+    if len(lines) != 1:
+        _print(console, f"{MARKS[level]} {headline}".strip(), style=f"bold {STYLES[level]}")
     for line in lines:
         _print(console, f"{MARKS[line.level]} {line.text}", style=STYLES[line.level])
 

@@ -35,14 +35,22 @@ FETCHES, FETCH_S = 5, 0.02  # fewer, or quicker ones, say nothing
 COLD_SHARE, COLD_S = 0.25, 600.0
 PROMPT_TOKENS, HITS = 1000, 0.2  # fewer prompt tokens, or a lower share of the kind, say nothing
 
-WORDS = {"slow": "is slow", "full": "is full", "link": "has a slow link", "cold": "has a cold cache"}
+WORDS = {  # of a condition: of one rank, of one for some time, of several, and of one where it is over
+    "slow": ("is slow", "has been slow", "are slow", "is no longer slow"),
+    "full": ("is full", "has been full", "are full", "is no longer full"),
+    "link": ("has a slow link", "has had a slow link", "have slow links", "has a slow link no longer"),
+    "cold": ("has a cold cache", "has had a cold cache", "have cold caches", "has a cold cache no longer"),
+}
 
 
 class Condition(NamedTuple):
-    """A condition of a rank, and the reason as a part of a sentence."""
+    """A condition of a rank, and the reason as a part of a sentence. Of two ranks with the same condition the one with
+    more `worse` is worse off. `for_s`: the seconds for which it was seen."""
 
     what: Literal["slow", "full", "link", "cold"]
     why: str
+    worse: float = 0.0
+    for_s: float = 0.0
 
 
 class _Counts(NamedTuple):
@@ -57,12 +65,12 @@ class _Counts(NamedTuple):
 class Watch:
     """The signs of one rank over time. `step_s`: seconds a forward step took, between the last two reports with steps
     between them; `fetch_s`: seconds a fetch and seconds a fetched token; `hits`: the share of prompt tokens that its
-    cache had; `median_s`: the median `step_s` of its kind. None: not known. `full_why`: why it is full; empty: it is
-    not."""
+    cache had; `median_s`, `median_fetch_s` (of a fetch), `median_hits`: the medians of its kind. None: not known.
+    `full_why`: why it is full; empty: it is not."""
 
     __slots__ = (
         "_began", "_cold_why", "_counts", "_epoch", "_link_why", "_load", "_slow_since", "_stepped_at",
-        "_untaken_since", "fetch_s", "full_why", "hits", "median_s", "step_s",
+        "_untaken_since", "fetch_s", "full_why", "hits", "median_fetch_s", "median_hits", "median_s", "step_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -70,6 +78,8 @@ class Watch:
         self.median_s: float | None = None
         self.fetch_s: tuple[float, float] | None = None
         self.hits: float | None = None
+        self.median_fetch_s: float | None = None
+        self.median_hits: float | None = None
         self.full_why = self._link_why = self._cold_why = ""
         self._counts: tuple[_Counts, _Counts] | None = None  # from when on it counts, and will next
         self._began = ""
@@ -124,6 +134,7 @@ class Watch:
     def compare_link(self, median_s: tuple[float, float] | None) -> None:
         """Compare what its fetches take with the medians of its kind; None: there are too few to say."""
         self._link_why = ""
+        self.median_fetch_s = median_s[0] if median_s is not None else None
         if self.fetch_s is None or median_s is None or self.fetch_s[0] < FETCH_S:
             return
         if all(mine > LINK_TIMES * median for mine, median in zip(self.fetch_s, median_s, strict=True)):
@@ -132,6 +143,7 @@ class Watch:
     def compare_hits(self, median: float | None) -> None:
         """Compare its share of hits with the median of its kind; None: there are too few to say."""
         self._cold_why = ""
+        self.median_hits = median
         if self.hits is None or median is None or median < HITS or not self._began:
             return
         if self.hits < COLD_SHARE * median:
@@ -152,14 +164,18 @@ class Watch:
 
     def conditions(self, rank: RankStatus, at: float) -> tuple[Condition, ...]:
         """Return what is to be said of the rank now; empty: it does well, or it does not serve."""
-        found = [Condition("full", self.full_why)] if self.full_why else []
+        found, load = [], rank.load
+        if self.full_why and load is not None:
+            found.append(Condition("full", self.full_why, load.waiting + (taken(rank) or 0.0)))
         if rank.state == "ready" and self.is_slow(at) and self.step_s is not None:
             median = f"{seconds(self.median_s)} is the median of {rank.role} ranks of {rank.model}"
-            found.insert(0, Condition("slow", f"{seconds(self.step_s)} a step, and {median}"))
+            found.insert(0, Condition("slow", f"{seconds(self.step_s)} a step, and {median}", self.step_s))
         if rank.state == "ready":
             kind = f"of {rank.role} ranks of {rank.model}"
-            found += [Condition("link", f"{self._link_why} {kind}")] if self._link_why else []
-            found += [Condition("cold", f"{self._cold_why} {kind}")] if self._cold_why else []
+            if self._link_why and self.fetch_s is not None:
+                found.append(Condition("link", f"{self._link_why} {kind}", self.fetch_s[0]))
+            if self._cold_why and self.hits is not None:
+                found.append(Condition("cold", f"{self._cold_why} {kind}", -self.hits))
         return tuple(found)
 
     def _full_by(self, rank: RankStatus, load: Load, at: float, queued: bool) -> str:
@@ -167,7 +183,7 @@ class Watch:
             why = f"{held / load.kv_capacity:.0%} of its KV memory is in use"
             return f"{why}, {load.kv_pinned / load.kv_capacity:.0%} is kept for other ranks" if load.kv_pinned else why
         if 0 < load.max_running <= load.running and (load.waiting or queued):
-            waits = _waiting(load.waiting) + ("" if load.waiting else " here, but some do in the queue")
+            waits = _waiting(load.waiting) if load.waiting else "requests wait at the controller for such a rank"
             return f"{load.running} of {load.max_running} run slots are in use, and {waits}"
         if self._untaken_since is not None and at - self._untaken_since >= HOLDS_S:
             return f"{_waiting(load.waiting)}, and none was taken for {seconds(at - self._untaken_since)}"
@@ -175,12 +191,14 @@ class Watch:
 
 
 def _waiting(number: int) -> str:
-    return "none waits" if not number else "1 request waits" if number == 1 else f"{number} requests wait"
+    return "1 request waits" if number == 1 else f"{number} requests wait"
 
 
 def sentence_of(rank: RankStatus, condition: Condition) -> str:
     """Return a condition as a sentence."""
-    return f"{name_of(rank)} {WORDS[condition.what]}: {condition.why}"
+    now, for_some_time, *_ = WORDS[condition.what]
+    verb = f"{for_some_time} for {age(condition.for_s)}" if condition.for_s >= 1.0 else now
+    return f"{name_of(rank)} {verb}: {condition.why}"
 
 
 def held_tokens(rank: RankStatus, load: Load) -> int:

@@ -32,7 +32,8 @@ def trouble_of(status: Status) -> list[str]:
 
 def dead_sentence(rank: RankStatus) -> str:
     """Return that a rank does not serve, and for how long, as a sentence."""
-    return f"{name_of(rank)} is {rank.state}" + (f" for {age(rank.state_age_s)}" if rank.state_age_s >= 0 else "")
+    verb = f"has been {rank.state} for {age(rank.state_age_s)}" if rank.state_age_s >= 0 else f"is {rank.state}"
+    return f"{name_of(rank)} {verb}"
 
 
 def unserved_of(status: Status) -> list[str]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from bus.histogram import quantile
-from bus.wire.messages import QueueStatus, RankStatus
+from bus.wire.messages import MemberKey, QueueStatus, RankStatus
 
 
 def name_of(rank: RankStatus) -> str:
     """Return the name of a rank, as in `prefill-0/1`."""
     return f"{rank.instance}/{rank.dp_rank}"
+
+
+def by_number(key: MemberKey) -> tuple[list[str | int], int]:
+    """Return what ranks are sorted by: their names, with numbers in them as numbers, so that `decode-2` is before
+    `decode-10`."""
+    parts = re.split(r"(\d+)", key[0])
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)], key[1]
 
 
 def seconds(value: float | None) -> str:

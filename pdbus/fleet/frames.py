@@ -17,7 +17,7 @@ import msgspec
 
 from bus.histogram import quantile
 from bus.wire.messages import ListedRequest, MemberKey, RankStatus, RequestLists, Status
-from pdbus.fleet.conditions import Condition
+from pdbus.fleet.conditions import Condition, taken
 from pdbus.fleet.figures import Sample, slo_of
 from pdbus.fleet.history import FleetRow, History, News
 from pdbus.fleet.verdict import headline_of, lines_of, short_of, shortened
@@ -25,7 +25,7 @@ from pdbus.fleet.verdict import headline_of, lines_of, short_of, shortened
 FACTS = ("id", "instance", "dp_rank", "role", "model", "host", "since", "restarts", "max_running", "kv_capacity")
 FIGURES = (
     "id", "state", "condition", "running", "waiting", "kv_live", "kv_pinned", "kv_cached", "estimate_requests",
-    "estimate_tokens", "age_s", "step_s", "failed",
+    "estimate_tokens", "age_s", "step_s", "failed", "taken",
 )  # fmt: skip
 RATES = (
     "id", "requests_s", "prompt_s", "output_s", "hits", "busy", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s",
@@ -144,7 +144,7 @@ class Frames:
                 load.running, load.waiting, load.kv_tokens, load.kv_pinned, load.kv_cached
             )),
             rank.estimate_requests, rank.estimate_tokens, int(rank.report_age_s) if rank.report_age_s >= 0 else None,
-            None if step_s is None else _short(step_s), rank.failed_total,
+            None if step_s is None else _short(step_s), rank.failed_total, _short(taken(rank)),
         )  # fmt: skip
 
     def _in_turn(self, ranks: list[RankStatus]) -> list[RankStatus]:
@@ -158,13 +158,15 @@ class Frames:
     def _rates_of(self, rank: RankStatus) -> tuple[Any, ...]:
         key = rank.instance, rank.dp_rank
         number, its, row, load = self._ids[key], self.history.figures_of(rank), self.history.latest(key), rank.load
-        fetch_s = before[-1] if (before := self._rates.get(number)) else None
+        fetch_s, hits = before[-1] if (before := self._rates.get(number)) else None, self.history.hits(key)
         if load is not None:
             then = self._fetched.get(number, (0, 0))
             if load.fetches_total > then[0]:
                 fetch_s = _short((load.fetch_us_total - then[1]) / (load.fetches_total - then[0]) / 1e6)
             self._fetched[number] = load.fetches_total, load.fetch_us_total
-        rates = (its.requests_s, its.prompt_s, its.output_s, its.hits, its.busy)
+        if (usual_s := self.history.fetch_s(key)) is not None:  # as in the sentence about its link
+            fetch_s = _short(usual_s)
+        rates = (its.requests_s, its.prompt_s, its.output_s, its.hits if hits is None else hits, its.busy)
         latencies = (quantile(counts, q) for counts in (its.ttft, its.tpot) for q in (0.5, 0.99))
         moved = (None, None) if row is None else (row.kv_sent_bytes_s, row.kv_received_bytes_s)
         return number, *map(_short, rates), *map(_short, latencies), *map(_short, moved), fetch_s
@@ -176,10 +178,10 @@ class Frames:
         lines = lines_of(self.history, asks_broker=self._asks_broker)
         return {
             "silent": "", "controller": status.controller, "uptime_s": int(status.uptime_s), "methods": status.methods,
-            "headline": headline_of(lines, status),
+            "headline": headline_of(lines, self.history),
             "lines": [(line.level, line.kind, line.text, self._ids.get(line.rank) if line.rank else None)
                       for line in shortened(lines)],
-            "medians": [(*kind, _short(median_s)) for *kind, median_s in self.history.medians_s()],
+            "medians": [(role, model, *map(_short, its)) for role, model, *its in self.history.medians()],
             "queue": _queue(status), "waiting": counts.get("queue_requests", 0),
             "live": counts.get("requests", 0), "done": counts.get("done", 0),
             "failed": sorted(sample.failed.items(), key=lambda item: -item[1])[:NAMES],

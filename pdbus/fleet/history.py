@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from bus.histogram import BOUNDS_S, quantile, since
+from bus.wire.codes import MEANINGS
 from bus.wire.messages import ControllerEvent, MemberKey, RankStatus
-from pdbus.fleet.conditions import Condition, Watch, sentence_of, watch_all
+from pdbus.fleet.conditions import WAITS_S, WORDS, Condition, Watch, held_tokens, sentence_of, watch_all
 from pdbus.fleet.figures import DEAD, Figures, RankFigures, Sample, slo_of
+from pdbus.fleet.formatting import by_number
+from pdbus.fleet.spells import SETTLE_S, Spells
 
 WINDOW_S = 20.0
 SPAN_S = 900.0  # of the rows
@@ -35,11 +38,13 @@ ENDED = len(COUNTERS)  # where `RankStatus.ended_total` is among a mark's number
 PLACE = {name: place for place, name in enumerate(COUNTERS)}
 UNKNOWN = -1
 SLOS_S = 60.0  # over which first tokens with an SLO are counted
+LOST_SHARE, FEW = 0.01, 10  # fewer failures, of all that ended or in all, are not worth a sentence
+FOLDED, FOLDED_S = 3, 2.0  # so many joins within so many seconds are one event
 ABOUT = {  # what a controller's event of no rank alone is about, in a word
     "failed": "requests", "adopted": "requests", "unreachable": "clients", "refused": "refusals", "drain_ordered":
     "order", "reloaded": "order", "policy_failed": "method", "key_revoked": "keys", "started": "controller",
 }  # fmt: skip
-WORDS = {  # the verb of a rank's event; others have their own word
+VERBS = {  # of a rank's event; others have their own word
     "joined": "joined", "restarted": "was started again", "forgotten": "is forgotten", "suspect": "may be lost",
     "drain_ordered": "shall drain", "draining": "drains",
 }  # fmt: skip
@@ -47,7 +52,8 @@ WORDS = {  # the verb of a rank's event; others have their own word
 
 class FleetRow(NamedTuple):
     """The fleet at one moment: `at` is in seconds on the sampler's monotonic clock, `wall` in seconds since 1970. Rates
-    (`_s`) are since the row before, quantiles (seconds, NaN: none) over the last ten rows; KV figures are tokens."""
+    (`_s`) are since the row before, quantiles (seconds, NaN: none) over the last ten rows. `kv_`: the share of a role's
+    KV memory that is in use; `prefill_busy`: the share of the time that prefill ranks computed; NaN: not known."""
 
     at: float
     wall: float
@@ -65,8 +71,10 @@ class FleetRow(NamedTuple):
     ttft_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
-    kv_tokens: int
-    kv_capacity: int
+    kv_prefill: float
+    kv_decode: float
+    kv_unified: float
+    prefill_busy: float
     slow: int
     full: int
 
@@ -93,6 +101,12 @@ class RankRow(NamedTuple):
     busy: float
 
 
+Spell: TypeAlias = tuple[str, MemberKey | None]  # a condition of a rank, or what is of the fleet
+OF_FLEET = {  # what is of the fleet, where it begins, and where it is over
+    "queue": ("requests wait at the controller", "requests no longer wait at the controller"),
+    "failing": ("requests fail or are refused", "requests no longer fail"),
+}  # fmt: skip
+RECOVERIES = frozenset({"joined", "restarted", "ready"})  # no trouble, though the controller marks one after a loss
 RANK_ROWS = round(SPAN_S / RANK_ROW_S)
 WIDTH = len(RankRow._fields)
 
@@ -107,6 +121,16 @@ class News:
     text: str
     bad: bool = False
     event: ControllerEvent | None = None
+
+
+class Losses(NamedTuple):
+    """The requests that were refused for want of room, and those that failed, by code, and how many were done, in
+    `window_s` seconds."""
+
+    refused: Mapping[str, int]
+    failed: Mapping[str, int]
+    done: int
+    window_s: float
 
 
 class _RankMark(NamedTuple):
@@ -150,7 +174,7 @@ class History:
         self._marks: deque[_Mark] = deque()
         self._ranks: dict[MemberKey, _Track] = {}
         self._began: float | None = None
-        self._grown = dict.fromkeys(("prompt", "cached", "output", "sent"), 0)  # since the last row
+        self._grown = dict.fromkeys(("prompt", "cached", "output", "sent", "busy_us"), 0)  # since the last row
         self._latencies: deque[tuple[list[int], list[int]]] = deque(maxlen=LATENCY_ROWS)
         self._fresh = [0] * (len(BOUNDS_S) + 1), [0] * (len(BOUNDS_S) + 1)  # ttft and tpot since the last row
         self._counts_then: dict[str, int] = {}
@@ -158,6 +182,8 @@ class History:
             deque()
         )  # of first tokens: when, and how many kept and missed theirs
         self._rank_row_at = -math.inf
+        self._found: dict[MemberKey, tuple[Condition, ...]] = {}
+        self._spells: Spells[Spell] = Spells()
 
     # --- samples come -------------------------------------------------------------------------------------------
 
@@ -180,6 +206,9 @@ class History:
         while self._slos[0][0] < at - SLOS_S:
             self._slos.popleft()
         watch_all(((track.now, track.watch) for track in self._ranks.values()), at, sample.status.queue)
+        found = ((key, track.watch.conditions(track.now, at)) for key, track in self._ranks.items())
+        self._found = {key: each for key, each in found if each}
+        self._follow_spells(sample)
         if not self.rows or at - self.rows[-1].at >= ROW_S - JITTER_S:
             self._add_row(sample)
         if at - self._rank_row_at >= RANK_ROW_S - JITTER_S:
@@ -195,9 +224,9 @@ class History:
             events: tuple[ControllerEvent, ...] = ()
         else:
             events = tuple(each for each in status.events or () if each.number >= self.next_event)
-        for event in events:
-            self.next_event = event.number + 1
-            self.news.append(News(event.at_us / 1e6, about(event), text_of(event), event.bad, event))
+        if events:
+            self.next_event = events[-1].number + 1
+        self.news.extend(_news_of(events))
         if last is None or status.epoch != last.status.epoch:
             return
         if (last.broker is None) != (sample.broker is None):
@@ -209,6 +238,25 @@ class History:
             more = [f"{name} {new}" for name, (_, new) in grown if new and name.startswith("broker ")]
             if more:
                 self.news.append(News(sample.wall, "refusals", f"refused: {', '.join(more)}", bad=True))
+
+    def _follow_spells(self, sample: Sample) -> None:
+        """Take in what holds now, and make events of what began or ended some seconds ago."""
+        queue = sample.status.queue
+        holding: list[Spell] = [(each.what, key) for key, some in self._found.items() for each in some]
+        holding += [("queue", None)] if queue is not None and queue.oldest_s >= WAITS_S else []
+        holding += [("failing", None)] if self.losses() is not None else []
+        fresh, ended = self._spells.see(holding, sample.at)
+        ended = [each for each in ended if each[1] is None or self._serves(each[1])]
+        for over, spells in ((False, fresh), (True, ended)):
+            for what in dict.fromkeys(what for what, _ in spells):
+                keys = sorted((key for its, key in spells if its == what and key is not None), key=by_number)
+                text = _spell_text(what, keys, over)
+                bad = what == "failing" and not over
+                self.news.append(News(sample.wall - SETTLE_S, "rank" if keys else "requests", text, bad))
+
+    def _serves(self, key: MemberKey) -> bool:
+        track = self._ranks.get(key)
+        return track is not None and track.now.state == "ready"
 
     def _follow(self, sample: Sample, restarted: bool) -> None:
         """Take in each rank's new status, and add up what has grown since the last."""
@@ -235,6 +283,8 @@ class History:
                 grown["prompt"] += max(0, prompt)
                 grown["cached"] += max(0, load.cached_tokens_total - was.cached_tokens_total)
             grown["output"] += max(0, load.output_tokens_total - was.output_tokens_total)
+            if rank.role == "prefill":
+                grown["busy_us"] += max(0, load.busy_us_total - was.busy_us_total)
             grown["sent"] += max(0, (load.kv_sent_bytes_total or 0) - (was.kv_sent_bytes_total or 0))
         if len(ranks) > len(sample.status.ranks):
             here = sample.by_key
@@ -269,8 +319,12 @@ class History:
             for q in (0.5, 0.99)
         ]
         tracks = self._ranks.values()
-        loads = [track.now.load for track in tracks if track.now.load is not None and track.now.state not in DEAD]
-        prompt_s, cached_s, output_s, sent_s = map(rate, self._grown.values())
+        alive = [track.now for track in tracks if track.now.load is not None and track.now.state not in DEAD]
+        kv = _kv_shares(alive)
+        computing = sum(
+            rank.role == "prefill" and rank.load is not None and rank.load.busy_us_total > 0 for rank in alive
+        )
+        prompt_s, cached_s, output_s, sent_s, busy_us_s = map(rate, self._grown.values())
         ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s = latencies
         self.rows.append(
             FleetRow(
@@ -279,7 +333,8 @@ class History:
                 queued=counts.get("queue_requests", 0), done_s=since_then("done"), failed_s=since_then("failed"),
                 prompt_s=prompt_s, cached_s=cached_s, output_s=output_s, kv_sent_bytes_s=sent_s, ttft_p50_s=ttft_p50_s,
                 ttft_p99_s=ttft_p99_s, tpot_p50_s=tpot_p50_s, tpot_p99_s=tpot_p99_s,
-                kv_tokens=sum(load.kv_tokens for load in loads), kv_capacity=sum(load.kv_capacity for load in loads),
+                kv_prefill=kv["prefill"], kv_decode=kv["decode"], kv_unified=kv["unified"],
+                prefill_busy=busy_us_s / 1e6 / computing if computing else math.nan,
                 slow=sum(track.watch.is_slow(sample.at) for track in tracks),
                 full=sum(bool(track.watch.full_why) for track in tracks),
             )
@@ -332,13 +387,25 @@ class History:
         """The last sample; None before the first."""
         return self._last
 
-    def failed_lately(self) -> tuple[dict[str, int], int]:
-        """Return how many requests failed in the window, by code, and how many were done in it."""
+    def losses(self) -> Losses | None:
+        """Return the requests that were lost in the window, without those that clients caused; None: too few to say."""
         if self._last is None:
-            return {}, 0
+            return None
         first = self._marks[0]
-        failed = {code: new for code, (_, new) in _grown(self._last.failed, first.failed).items() if new}
-        return failed, max(0, self._last.status.counts.get("done", 0) - first.done)
+        grown = {code: new for code, (_, new) in _grown(self._last.failed, first.failed).items() if new}
+        refused = {code: new for code, new in grown.items() if _is_refusal(code)}
+        failed = {code: new for code, new in grown.items() if code not in refused and not _of_client(code)}
+        done = max(0, self._last.status.counts.get("done", 0) - first.done)
+        lost = sum(refused.values()) + sum(failed.values())
+        if lost < FEW or lost <= LOST_SHARE * (lost + done):
+            return None
+        return Losses(refused, failed, done, self._last.at - first.at)
+
+    def prefill_busy(self) -> float | None:
+        """Return the share of the last ten seconds in which prefill ranks computed; None: not known."""
+        rows = (self.rows[-back] for back in range(1, min(LATENCY_ROWS, len(self.rows)) + 1))
+        known = [row.prefill_busy for row in rows if not math.isnan(row.prefill_busy)]
+        return min(1.0, sum(known) / len(known)) if known else None
 
     def slos_lately(self) -> tuple[int, int]:
         """Return how many first tokens kept their SLO in the last minute, and how many missed it."""
@@ -357,11 +424,22 @@ class History:
         track = self._ranks.get(key)
         return track.watch.step_s if track is not None else None
 
-    def medians_s(self) -> list[tuple[str, str, float]]:
-        """Return the median seconds of a forward step of each role and model, where they are known."""
+    def fetch_s(self, key: MemberKey) -> float | None:
+        """Return the seconds that a fetch of a KV cache took a rank lately; None: not known."""
+        track = self._ranks.get(key)
+        return track.watch.fetch_s[0] if track is not None and track.watch.fetch_s is not None else None
+
+    def hits(self, key: MemberKey) -> float | None:
+        """Return the share of a rank's prompt tokens that its prefix cache had lately; None: not known."""
+        track = self._ranks.get(key)
+        return track.watch.hits if track is not None else None
+
+    def medians(self) -> list[tuple[str, str, float | None, float | None, float | None]]:
+        """Return the medians of each role and model: seconds a forward step and a fetch of a KV cache, and the share of
+        hits; None: not known."""
         ready = (track for track in self._ranks.values() if track.now.state == "ready")
-        found = {(track.now.role, track.now.model): track.watch.median_s for track in ready}
-        return [(*kind, median_s) for kind, median_s in found.items() if median_s is not None]
+        watches = {(track.now.role, track.now.model): track.watch for track in ready}
+        return [(*kind, its.median_s, its.median_fetch_s, its.median_hits) for kind, its in watches.items()]
 
     def figures_of(self, rank: RankStatus) -> RankFigures:
         """Return the figures of one rank of the last status, without its conditions. Raises KeyError for any other."""
@@ -370,9 +448,16 @@ class History:
 
     def conditions(self) -> dict[MemberKey, tuple[Condition, ...]]:
         """Return which ranks serve badly at the last sample, and why; see `pdbus.fleet.conditions`."""
-        at = self._last.at if self._last is not None else 0.0
-        found = {key: track.watch.conditions(track.now, at) for key, track in self._ranks.items()}
-        return {key: each for key, each in found.items() if each}
+        return {
+            key: tuple(each._replace(for_s=self.lasted_s(each.what, key) or 0.0) for each in some)
+            for key, some in self._found.items()
+        }
+
+    def lasted_s(self, what: str, key: MemberKey | None = None) -> float | None:
+        """Return for how many seconds a condition of a rank was seen; or, without a rank, that requests wait (`queue`),
+        or that they are lost (`failing`). None: it is not there."""
+        began = self._spells.began((what, key))
+        return self._last.at - began if began is not None and self._last is not None else None
 
     def sentences(self) -> list[str]:
         """Return `conditions` as sentences, in the order of the last status."""
@@ -441,10 +526,73 @@ def text_of(event: ControllerEvent) -> str:
     """Return an event of a controller as a line."""
     what = event.what.replace("_", " ")
     if event.instance:
-        verb = WORDS.get(event.what, f"is {what}")
+        verb = VERBS.get(event.what, f"is {what}")
         return f"{event.instance}/{event.dp_rank} {verb}" + (f": {event.phrase}" if event.phrase else "")
     code = f" {event.code}" if event.code else ""
     return f"{what}{code}: {event.phrase}" if event.phrase else f"{what}{code}"
+
+
+def _news_of(events: Sequence[ControllerEvent]) -> Iterator[News]:
+    """Give the events as lines: joins of one kind that came within a moment are one, and so are a rank's loss and the
+    moment before in which it might have come back."""
+    lost = {(event.instance, event.dp_rank): event.at_us for event in events if event.what == "lost"}
+    joins: list[ControllerEvent] = []
+    for event in events:
+        if joins and (event.what != "joined" or event.phrase != joins[0].phrase or _apart(event, joins[0])):
+            yield from _joins(joins)
+            joins = []
+        if event.what == "joined":
+            joins.append(event)
+        elif event.what != "suspect" or not 0 <= lost.get((event.instance, event.dp_rank), -1) - event.at_us <= 1e6:
+            yield _news(event, text_of(event))
+    yield from _joins(joins)
+
+
+def _joins(events: list[ControllerEvent]) -> Iterator[News]:
+    if len(events) < FOLDED:
+        return (_news(event, text_of(event)) for event in events)
+    role, _, of_model = events[0].phrase.partition(" ")
+    return iter([_news(events[-1], f"{len(events)} {role} ranks {of_model} joined")])
+
+
+def _apart(one: ControllerEvent, other: ControllerEvent) -> bool:
+    return abs(one.at_us - other.at_us) > FOLDED_S * 1e6
+
+
+def _news(event: ControllerEvent, text: str) -> News:
+    return News(event.at_us / 1e6, about(event), text, event.bad and event.what not in RECOVERIES, event)
+
+
+def _spell_text(what: str, keys: list[MemberKey], over: bool) -> str:
+    """Return what began, or is over, of the fleet or of ranks, as an event."""
+    if not keys:
+        return OF_FLEET[what][over]
+    names = [f"{instance}/{dp_rank}" for instance, dp_rank in keys]
+    one, _, several, no_longer = WORDS[what]
+    if len(names) < FOLDED:
+        return ", ".join(f"{name} {no_longer if over else one}" for name in names)
+    return f"{names[0]} and {len(names) - 1} more {several}{' no longer' if over else ''}"
+
+
+def _kv_shares(ranks: Iterable[RankStatus]) -> dict[str, float]:
+    """Return the share of the KV memory in use by role, NaN where it is not known."""
+    sums = {role: [0, 0] for role in ("prefill", "decode", "unified")}
+    for rank in ranks:
+        if rank.load is not None and rank.role in sums:
+            its = sums[rank.role]
+            its[0] += held_tokens(rank, rank.load)
+            its[1] += rank.load.kv_capacity
+    return {role: held / capacity if capacity else math.nan for role, (held, capacity) in sums.items()}
+
+
+def _is_refusal(code: str) -> bool:
+    """Return true if the request was one too many."""
+    return code in MEANINGS and MEANINGS[code].status == 429
+
+
+def _of_client(code: str) -> bool:
+    """Return true if the client asked for what was wrong, or for the end."""
+    return code in MEANINGS and MEANINGS[code].severity == "debug"
 
 
 def _numbers(rank: RankStatus) -> array[int]:

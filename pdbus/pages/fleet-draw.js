@@ -1,6 +1,6 @@
 // The elements of a fleet's page: tiles, heat maps and charts. Text is always set as text.
 
-import { CHOICES, age, clock, isOld, kvParts, number, reportedAt, seconds, share, stateOf } from "./fleet-state.js";
+import { CHOICES, age, clock, isOld, known, kvParts, number, reportedAt, seconds, share, stateOf } from "./fleet-state.js";
 
 export const $ = (id) => document.getElementById(id);
 
@@ -28,11 +28,11 @@ export function put(element, text) { if (element.textContent !== text) element.t
 
 export function tile(rank, choose) {
   const parts = {};
-  for (const name of ["name", "host", "state", "when", "run", "step", "estimate"]) parts[name] = el(name === "name" ? "b" : "span");
+  for (const name of ["name", "host", "state", "when", "run", "step", "own", "estimate"]) parts[name] = el(name === "name" ? "b" : "span");
   parts.bar = el("span", { class: "bar", "aria-hidden": "true" });
   for (const kind of ["live", "kept", "cached"]) parts.bar.append(parts[kind] = el("i", { class: kind }));
   parts.kv = el("span");
-  const made = el("button", { type: "button", click: () => choose(rank.id) }, parts.state, parts.name, parts.host, parts.when, parts.run, parts.bar, parts.kv, parts.step, parts.estimate);
+  const made = el("button", { type: "button", click: () => choose(rank.id) }, parts.state, parts.name, parts.host, parts.when, parts.run, parts.bar, parts.kv, parts.step, parts.own, parts.estimate);
   made.parts = parts;
   return made;
 }
@@ -53,10 +53,13 @@ export function renewTile(made, rank, fleet, chosen) {
     if (parts[each].style.width !== width) parts[each].style.width = width;
   }
   put(parts.kv, kv ? `KV ${share(kv.live)} live${rank.kv_pinned === null ? "" : `, ${share(kv.kept)} kept`}${rank.kv_cached === null ? "" : `, ${share(kv.cached)} cached`}` : "KV –");
-  const median_s = fleet.median(rank), busy = rank.busy ?? null;
-  put(parts.step, old ? "" : `step ${seconds(rank.step_s)}${median_s === null ? "" : ` (median ${seconds(median_s)})`}${busy === null ? "" : `, busy ${share(busy)}`}`);
-  const report = rank.age_s === null ? "never reported" : `reported ${rank.running + rank.waiting} ${rank.age_s < 2 ? "just now" : `${age(rank.age_s)} ago`}`;
-  put(parts.estimate, old ? "" : `estimate ${rank.estimate_requests}, ${report}`);
+  const medians = fleet.medians(rank), busy = rank.busy ?? null, beside = (value, show) => (value === null ? "" : ` (median ${show(value)})`);
+  put(parts.step, old ? "" : `step ${seconds(rank.step_s)}${beside(medians.step, seconds)}${busy === null ? "" : `, busy ${share(busy)}`}`);
+  const own = rank.role !== "decode" && known(rank.hits) ? `cache hits ${share(rank.hits)}${beside(medians.hits, share)}`
+    : rank.role === "decode" && known(rank.fetch_s) ? `KV fetch ${seconds(rank.fetch_s)}${beside(medians.fetch, seconds)}` : "";
+  put(parts.own, old ? "" : own);
+  const report = rank.age_s === null ? "never reported" : `${rank.running + rank.waiting} reported ${rank.age_s < 2 ? "just now" : `${age(rank.age_s)} ago`}`;
+  put(parts.estimate, old ? "" : `${known(rank.taken) ? `${share(rank.taken)} taken: ` : ""}${rank.estimate_requests}${slots} given, ${report}`);
 }
 
 // --- many ranks as a heat map ----------------------------------------------------------------------------------------
@@ -81,8 +84,10 @@ export class HeatMap {
 
   layout() {
     const width = this.canvas.clientWidth || 300, count = Math.max(1, this.ranks.length);
-    const size = Math.max(7, Math.min(30, Math.floor(Math.sqrt((width * 300) / count)) - GAP));
-    const across = Math.max(1, Math.floor((width + GAP) / (size + GAP)));
+    const least = Math.max(7, Math.min(30, Math.floor(Math.sqrt((width * 300) / count)) - GAP));
+    const fit = Math.max(1, Math.floor((width + GAP) / (least + GAP))), instances = new Set(this.ranks.map((rank) => rank.instance)).size;
+    const unit = Math.round(count / Math.max(1, instances)), across = unit <= fit ? fit - (fit % unit) : fit;  // whole instances in a row
+    const size = Math.min(30, Math.floor((width + GAP) / across) - GAP);
     return { width, size, across, height: Math.ceil(count / across) * (size + GAP) };
   }
 
@@ -97,17 +102,18 @@ export class HeatMap {
     draw.setTransform(ratio, 0, 0, ratio, 0, 0);
     draw.clearRect(0, 0, width, height);
     const most = Math.max(1e-9, ...this.ranks.map((rank) => of(rank) ?? 0));
-    const colours = Object.fromEntries(["track", "one", "warn", "bad", "soft", "text", "box", "bad-back", "warn-back"].map((name) => [name, colour(name)]));
+    const colours = Object.fromEntries(["track", "one", "warn", "bad", "soft", "text", "box"].map((name) => [name, colour(name)]));
     draw.font = `bold ${Math.max(7, Math.round(0.7 * size))}px sans-serif`;
     draw.textAlign = "center"; draw.textBaseline = "middle";
     this.ranks.forEach((rank, place) => {
       const x = (place % across) * (size + GAP), y = Math.floor(place / across) * (size + GAP);
       const state = stateOf(rank), value = of(rank), level = Math.min(1, (value ?? 0) / (all(rank) ?? most));
-      draw.fillStyle = state.kind === "dead" ? colours["bad-back"] : state.tone === "warn" ? colours["warn-back"] : colours.track;
+      const whole = state.tone === "bad" || state.tone === "warn";  // those that are not well look alike, whatever the figure
+      draw.fillStyle = whole ? colours[state.tone] : colours.track;
       draw.fillRect(x, y, size, size);
-      if (state.kind !== "dead") {
+      if (!whole) {
         draw.globalAlpha = 0.35 + 0.65 * level;
-        draw.fillStyle = state.tone === "warn" ? colours.warn : state.tone === "note" ? colours.soft : colours.one;
+        draw.fillStyle = state.tone === "note" ? colours.soft : colours.one;
         draw.fillRect(x, y + size * (1 - level), size, size * level);
         draw.globalAlpha = 1;
       }
@@ -115,7 +121,7 @@ export class HeatMap {
         draw.lineWidth = 2;
         draw.strokeStyle = colours[state.tone] ?? colours.soft;
         draw.strokeRect(x + 1, y + 1, size - 2, size - 2);
-        draw.fillStyle = state.kind !== "dead" && level > 0.5 ? colours.box : colours.text;
+        draw.fillStyle = whole || level > 0.5 ? colours.box : colours.text;
         if (size >= 9) draw.fillText(state.mark, x + size / 2, y + size / 2);
       }
       if (rank.id === this.chosen || (place === this.cursor && document.activeElement === canvas)) {
@@ -168,11 +174,7 @@ export function renewChart(made, times, series, { show, limit = 0, note = "", ev
   caption.replaceChildren(el("b", {}, title + note), ...series.map(([name, its], place) =>
     el("span", { class: `t${place}` }, `${["━", "╍", "┅"][place]} ${name} ${show(its.at(-1) ?? null)}`)),
     ...(limit ? [el("span", {}, `╌ SLO ${show(limit)}`)] : []));
-  const seen = events.filter(([time]) => time >= from), named = seen.findLast(([, , bad]) => bad) ?? seen.at(-1);
-  if (named) {
-    const [time, text, bad] = named, more = seen.length > 1 ? ` (and ${seen.length - 1} more)` : "";
-    caption.append(el("span", { class: `events${bad ? " bad" : ""}` }, `${bad ? "┃" : "╷"} ${clock(time)} ${text.split(": ").slice(0, 2).join(": ")}${more}`));
-  }
+  const seen = events.filter(([time]) => time >= from);
   const lines = [0, top].map((value) => svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: up(value), y2: up(value) }));
   const marks = seen.slice(-200).map(([time, text, bad]) => {
     const x = across(time), mark = svg("line", { class: bad ? "event bad" : "event", x1: x, x2: x, y1: bad ? TOP : HEIGHT - BOTTOM - 14, y2: HEIGHT - BOTTOM });

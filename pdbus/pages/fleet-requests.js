@@ -9,19 +9,21 @@ const LISTS = {
   waiting: ["Waiting longest", "No request waits in the queue."],
   slowest: ["Slowest to the first token", "No first token has come in the last 15 minutes."],
 };
-const HEADS = ["request", "since", "first token", "ranks", "prompt tokens", "attempt", "model"];
+const HEADS = ["request", "", "time to first token", "ranks", "prompt tokens", "attempt", "model"];
+const WHEN = { running: "came", waiting: "has waited for", slowest: "came at" };
 const OLD = "This controller is older than this page";
 
 export class Requests {
   // `ask(rid)` gives the JSON of one request, or throws an Error with a sentence.
   constructor(fleet, ask) {
-    this.fleet = fleet; this.ask = ask; this.list = "running"; this.rid = null; this.shown = "";
+    this.fleet = fleet; this.ask = ask; this.list = null; this.rid = null; this.shown = "";
     $("lists").append(...Object.entries(LISTS).map(([list, [name]]) =>
       el("button", { type: "button", "data-list": list, click: () => { this.list = list; this.draw(); } }, name)));
     $("look").addEventListener("submit", (event) => { event.preventDefault(); this.look($("rid").value.trim()); });
   }
 
   draw() {
+    if (this.fleet.seq >= 0) this.list ??= this.fleet.requests.waiting?.length ? "waiting" : "running";  // the user's choice from then on
     const rows = this.fleet.requests[this.list] ?? [], { head } = this.fleet;
     for (const button of $("lists").children) button.setAttribute("aria-pressed", String(button.dataset.list === this.list));
     const none = !head.requests ? (head.loads ? `${OLD}, and lists no requests; look one up.` : "") : rows.length ? "" : LISTS[this.list][1];
@@ -31,11 +33,11 @@ export class Requests {
     if (this.shown !== key) {
       this.shown = key;
       const focused = $("listed").contains(document.activeElement) ? document.activeElement.textContent : null;
-      $("listed").replaceChildren(...(rows.length ? [heading(), el("tbody", {}, ...rows.map((row) => this.row(row)))] : []));
+      $("listed").replaceChildren(...(rows.length ? [heading(WHEN[this.list]), el("tbody", {}, ...rows.map((row) => this.row(row)))] : []));
       if (focused !== null) [...$("listed").querySelectorAll("button")].find((each) => each.textContent === focused)?.focus();
     }
     for (const cell of $("listed").querySelectorAll("[data-came]"))
-      put(cell, this.list === "slowest" ? clock(cell.dataset.came) : `${age(Math.max(0, Math.round(this.fleet.wall - cell.dataset.came)))}`);
+      put(cell, this.list === "slowest" ? clock(cell.dataset.came) : `${age(Math.max(0, Math.round(this.fleet.wall - cell.dataset.came)))}${this.list === "running" ? " ago" : ""}`);
   }
 
   row({ rid, came, first_token_s: first, model, prompt_tokens: prompt, attempt, ranks, late }) {
@@ -87,8 +89,8 @@ export class Requests {
   }
 }
 
-function heading() {
-  return el("thead", {}, el("tr", {}, ...HEADS.map((head, place) => el("th", { scope: "col", ...(place > 3 ? { class: place === 4 ? "main" : "minor" } : {}) }, head))));
+function heading(when) {
+  return el("thead", {}, el("tr", {}, ...HEADS.map((head, place) => el("th", { scope: "col", ...(place > 3 ? { class: place === 4 ? "main" : "minor" } : {}) }, head || when))));
 }
 
 // A step and its bar, which covers the time that it took.

@@ -45,17 +45,25 @@ export class Fleet {
   column(name) { const place = this.names.row.indexOf(name); return this.rows.map((row) => row[place]); }
   now(name) { return this.rows.length ? this.rows.at(-1)[this.names.row.indexOf(name)] : null; }
 
-  // The median seconds of a step of a rank's role and model; null: not known.
-  median(rank) { return (this.head.medians ?? []).find(([role, model]) => role === rank.role && model === rank.model)?.[2] ?? null; }
+  // The medians of a rank's role and model: seconds a step and a fetch of a KV cache, and the share of hits; null: not known.
+  medians(rank) {
+    const [, , step = null, fetch = null, hits = null] = (this.head.medians ?? []).find(([role, model]) => role === rank.role && model === rank.model) ?? [];
+    return { step, fetch, hits };
+  }
 
   of(role) {
-    return [...this.ranks.values()].filter((rank) => rank.role === role)
-      .sort((a, b) => a.instance.localeCompare(b.instance, "en", { numeric: true }) || a.dp_rank - b.dp_rank);
+    return [...this.ranks.values()].filter((rank) => rank.role === role).sort(byName);
   }
 }
 
+// Numbers in names count as numbers.
+const names = new Intl.Collator("en", { numeric: true });
+export const byName = (a, b) => names.compare(a.instance, b.instance) || a.dp_rank - b.dp_rank;
+
 // Figures of a rank that can be chosen: what they are called, how they read, and what is all of it (null: the most there is).
 export const CHOICES = {
+  "busy or taken": { of: (rank) => (rank.role === "prefill" ? rank.busy ?? rank.taken : rank.taken), show: share, all: () => 1 },
+  "taken": { of: (rank) => rank.taken, show: share, all: () => 1 },
   "estimated requests": { of: (rank) => rank.estimate_requests, show: number, all: (rank) => rank.max_running || null },
   "KV memory in use": { of: (rank) => kvShare(rank), show: share, all: () => 1 },
   "step time": { of: (rank) => rank.step_s, show: seconds, all: () => null },
@@ -93,7 +101,7 @@ export function stateOf(rank) {
   return { word: "ready", kind: "ready", tone: "good", mark: "" };
 }
 
-function known(value) { return value !== null && value !== undefined && !Number.isNaN(value); }
+export function known(value) { return value !== null && value !== undefined && !Number.isNaN(value); }
 
 export function number(value) {
   if (!known(value)) return "–";

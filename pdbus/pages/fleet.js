@@ -1,20 +1,20 @@
 // The fleet's page: what it shows of the messages, and what a user may choose.
 
 import { $, HeatMap, chart, el, put, renewChart, renewTile, table, tile } from "./fleet-draw.js";
-import { CHOICES, CONDITIONS, DEAD, Fleet, age, bytes, clock, counted, isOld, kvShare, number, reportedAt, seconds, share, stateOf } from "./fleet-state.js";
+import { CHOICES, CONDITIONS, DEAD, Fleet, age, byName, bytes, clock, counted, isOld, kvShare, number, reportedAt, seconds, share, stateOf } from "./fleet-state.js";
 import { Requests } from "./fleet-requests.js";
 import { watch } from "./fleet-stream.js";
 
 const MANY = 100, ROWS = 12, MORE_ROWS = 50, ROLES = ["prefill", "decode", "unified"];
-const COLUMNS = ["estimated requests", "running", "waiting", "KV memory in use", "step time", "busy", "prompt tokens/s", "output tokens/s", "cache hits", "TTFT p99", "KV fetch", "age of report", "failed"];
-const MAIN = new Set(["estimated requests", "running", "waiting", "KV memory in use", "step time", "age of report"]);
+const COLUMNS = ["taken", "busy", "running", "waiting", "KV memory in use", "step time", "KV fetch", "cache hits", "age of report", "estimated requests", "prompt tokens/s", "output tokens/s", "TTFT p99", "failed"];
+const MAIN = new Set(COLUMNS.slice(0, 9));
 
 // The word before a sentence of each kind, and the mark of how bad it is.
-const KINDS = { unserved: "none", dead: "dead", broker: "broker", failing: "fail", queue: "waits", slo: "late", slow: "slow", full: "full", link: "link", cold: "cold", note: "note" };
+const KINDS = { unserved: "none", dead: "rank", broker: "broker", failing: "lost", queue: "waits", slo: "late", slow: "slow", full: "full", link: "link", cold: "cold", note: "note" };
 const MARKS = { bad: "✕", late: "◆", warn: "▲", note: "" };
 
 const fleet = new Fleet();
-const choice = { figure: "estimated requests", rank: null, rows: ROWS, sort: "state", up: false, find: "" };
+const choice = { figure: "busy or taken", rank: null, rows: ROWS, sort: "state", up: false, find: "" };
 const boxes = {};
 let trouble = "", series = null, seriesAt = 0, end = null, hint = "";
 
@@ -39,7 +39,7 @@ function summary() {
   const ready = states.get("ready")?.length ?? 0, waits = total(ranks, "waiting");
   const failing = fleet.now("failed_s");
   return `${ready} of ${counted(ranks.length, "rank")} ready${parts.length ? ` (${parts.join(", ")})` : ""}, `
-    + `${number(fleet.now("done_s"))} requests/s done, ${number(failing)}/s failed, ${number(fleet.head.live)} live, `
+    + `${number(fleet.now("done_s"))} requests/s done, ${number(failing)}/s failed or refused, ${number(fleet.head.live)} live, `
     + `${number(waits)} waiting at ranks, ${number(fleet.head.waiting)} in the queue`;
 }
 
@@ -59,11 +59,12 @@ function verdict() {
   if (box.className !== kind) box.className = kind;
   const [headline, list] = [box.querySelector(".headline"), box.querySelector("ul")];
   put(headline, silent ? `✕ ${upper(silent)}` : `${MARKS[level] ?? "✓"} ${words}`);
-  const key = JSON.stringify([lines, silent]);
-  if (list.dataset.shown !== key) {
+  const key = JSON.stringify([lines.map(([level, which, , id]) => [level, which, id]), silent]);
+  if (list.dataset.shown === key) lines.forEach(([, , text], place) => put(list.children[place].lastChild, `${text}.`));  // it keeps the focus
+  else {
     list.dataset.shown = key;
     list.replaceChildren(...lines.map(([level, which, text, id]) => el("li", {}, el("span", { class: `mark ${level}` }, `${MARKS[level]} ${KINDS[which]}`.trim()), " ",
-      id === null ? `${text}.` : el("button", { type: "button", click: () => open(id) }, `${text}.`))), el("li", { class: "summary" }));
+      id === null ? el("span", {}, `${text}.`) : el("button", { type: "button", click: () => open(id) }, `${text}.`))), el("li", { class: "summary" }));
   }
   if (fleet.seq < 0) return;
   put(list.querySelector(".summary"), summary());
@@ -76,18 +77,18 @@ const upper = (text) => text[0].toUpperCase() + text.slice(1);
 
 function box(role, ranks, many) {
   const host = $(role), body = host.querySelector(".body"), ready = ranks.filter((rank) => rank.state === "ready").length;
-  const dead = ranks.filter((rank) => DEAD.has(rank.state)).length;
   const add = (name) => total(ranks, name), slots = add("max_running");
   const kv = ranks.filter((rank) => !isOld(rank)).map(kvShare).filter((value) => value !== null);
   const words = [`${ready} of ${counted(ranks.length, "rank")} ready`];
-  if (dead) words.push(`${dead} dead`);
+  for (const state of DEAD) {
+    const count = ranks.filter((rank) => rank.state === state).length;
+    if (count) words.push(`${count} ${state}`);
+  }
   for (const [condition, word] of Object.entries(CONDITIONS)) {
     const count = ranks.filter((rank) => rank.condition === condition).length;
     if (count) words.push(`${count} ${word}`);
   }
   words.push(`${number(add("running"))}${slots ? ` of ${number(slots)}` : ""} running`, `${number(add("waiting"))} waiting`);
-  if (role !== "decode") words.push(`${number(add("prompt_s"))} prompt tokens/s`);
-  if (role !== "prefill") words.push(`${number(add("output_s"))} output tokens/s`);
   if (kv.length) words.push(`KV ${share(kv.reduce((sum, value) => sum + value, 0) / kv.length)} in use`);
   put(host.querySelector(".sum"), words.join(", "));
   const mode = many ? "map" : ranks.map((rank) => `${rank.id}${rank.instance}${rank.host}`).join();
@@ -131,13 +132,15 @@ function queue() {
     ...(its.keys.some(([name]) => name) ? [table(["key", "requests"], its.keys.map(([name, requests]) => [name || "(none)", requests]))] : []));
 }
 
+const TAKEN = "Taken: of run slots by the requests given, or of KV memory by live and awaited tokens, whichever is more.";
+
 function legend(many) {
   const host = $("legend"), mode = `${many}${hint}`;
   if (host.dataset.mode === mode) return;
   host.dataset.mode = mode;
-  if (many) host.replaceChildren(hint || "A rank is a cell, filled by the chosen figure: ✕ dead, S slow, F full, L slow link, C cold cache, small letters: its state. Click one, or move with the arrow keys.");
+  if (many) host.replaceChildren(hint || "A rank is a cell, filled by the chosen figure, and wholly where it is not well: ✕ lost, hung or silent, S slow, F full, L slow link, C cold cache; small letters: its state. Click one, or move with the arrow keys. ", TAKEN);
   else host.replaceChildren("KV memory:", ...[["live", "of live requests"], ["kept", "kept for other ranks"], ["cached", "cache that can be given up"]]
-    .flatMap(([kind, text]) => [el("span", { class: `swatch ${kind}` }), text]), ". Median: of its role and model. Estimate: requests that the controller believes to be there.");
+    .flatMap(([kind, text]) => [el("span", { class: `swatch ${kind}` }), text]), ". Median: of its role and model. Given: the requests that the controller has sent there, those on their way too. ", TAKEN);
 }
 
 // --- one rank --------------------------------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ function detail() {
 function ranksTable(ranks) {
   const body = $("table").tBodies[0], heads = $("table").tHead, odd = (rank) => (stateOf(rank).mark ? 1 : 0);
   const by = choice.sort === "state" ? [odd, CHOICES[choice.figure].of] : [CHOICES[choice.sort].of];
-  const found = ranks.filter((rank) => rank.name.includes(choice.find) || rank.host.includes(choice.find) || stateOf(rank).word.includes(choice.find));
+  const found = ranks.sort(byName).filter((rank) => rank.name.includes(choice.find) || rank.host.includes(choice.find) || stateOf(rank).word.includes(choice.find));
   found.sort((a, b) => (choice.up ? 1 : -1) * (by.map((of) => (of(a) ?? -1) - (of(b) ?? -1)).find(Boolean) ?? 0));
   if (!heads.rows.length || heads.dataset.sort !== choice.sort + choice.up) {
     heads.dataset.sort = choice.sort + choice.up;
@@ -225,17 +228,20 @@ function charts() {
   const times = fleet.column("wall"), until = times.at(-1) ?? fleet.wall, col = (name) => fleet.column(name), { head } = fleet;
   const events = fleet.news.map(([wall, text, bad, , about]) => [wall, `${about}: ${text}`, bad]);
   const slo = head.slo ? `: ${head.slo[0]} kept their SLO in the last minute, ${head.slo[1]} missed it` : "";
-  const capacity = col("kv_capacity"), used = col("kv_tokens").map((value, at) => (capacity[at] ? value / capacity[at] : null));
+  const kv = ROLES.filter((role) => fleet.now(`kv_${role}`) !== null).map((role) => [role, col(`kv_${role}`)]);
   const drawn = [
-    [[["done", col("done_s")], ["failed", col("failed_s")]], { show: number }],
+    [[["done", col("done_s")], ["failed or refused", col("failed_s")]], { show: number }],
     [[["output", col("output_s")], ["prompt", col("prompt_s")], ["from caches", col("cached_s")]], { show: number }],
     [[["p50", col("ttft_p50_s")], ["p99", col("ttft_p99_s")]], { show: seconds, limit: head.ttft_slo_s, note: slo }],
     [[["p50", col("tpot_p50_s")], ["p99", col("tpot_p99_s")]], { show: seconds, limit: head.tpot_slo_s }],
     [[["sent/s", col("kv_sent_bytes_s")]], { show: bytes }],
-    [[["of all ranks", used]], { show: share, most: 1 }],
+    [kv, { show: share, most: 1 }],
     [[["live", col("requests")], ["in the queue", col("queued")]], { show: number }],
   ];
   drawn.forEach(([its, options], place) => renewChart(CHARTS[place][1], times, its, { ...options, events, until }));
+  const marked = events.filter(([time, , bad]) => bad && time >= Math.min(times[0] ?? until, until - 60)).slice(-3).reverse();
+  put($("marks"), marked.map(([time, text]) => `┃ ${clock(time)} ${text.split(": ").slice(0, 2).join(": ")}`).join("   "));
+  $("marks").hidden = !marked.length;
 }
 
 function events() {
@@ -252,7 +258,7 @@ function failed() {
   if (host.dataset.shown === key) return;
   host.dataset.shown = key;
   const rows = [...codes.map(([code, count]) => [`failed: ${code}`, count]), ...refused.map(([code, count]) => [`refused: ${code}`, count])];
-  host.replaceChildren(rows.length ? table(["since the controller began", "times"], rows) : "Nothing failed, and nothing was refused.");
+  host.replaceChildren(...(rows.length ? [table(["since the controller began", "times"], rows), el("p", { class: "note" }, "Failed: requests that ended with this code, those refused as overloaded or too_many among them. Refused: messages and connections that were not taken.")] : ["Nothing failed, and nothing was refused."]));
 }
 
 // --- one request -----------------------------------------------------------------------------------------------------
@@ -275,10 +281,10 @@ function draw() {
   verdict();
   if (fleet.seq < 0 || !fleet.head.controller) return;
   const { head } = fleet, ranks = [...fleet.ranks.values()], many = ranks.length >= MANY;
-  put($("where"), `${head.controller}, up ${age(head.uptime_s)}${Object.entries(head.methods).filter(([role]) => fleet.of(role).length).map(([role, method]) => `, ${role} by ${method}`).join("")}`);
+  put($("where"), `${head.controller}, up ${age(head.uptime_s)}${Object.entries(head.methods).filter(([role]) => fleet.of(role).length).map(([role, method]) => `, ${role} ranks chosen by ${method}`).join("")}`);
   queue();
   const alone = ranks.length > 0 && ranks.every((rank) => rank.role === "unified");
-  $("flow").className = alone ? "alone" : "";
+  $("flow").className = `${alone ? "alone" : ""}${head.waiting ? "" : " calm"}`.trim();
   for (const role of ROLES) {
     const its = fleet.of(role);
     $(role).hidden = alone ? role !== "unified" : role === "unified" && !its.length;

@@ -27,7 +27,7 @@ from pdbus.top.widgets import DIM, PLAIN, bar, colour_of, fact, quantiles, spark
 NEWS_LINES = 4  # at least, unless ranks need the space
 LEAST_ROWS = 5  # rows of the table that come before any news
 TROUBLE_LINES, VERDICT_LINES = 3, 8  # sentences of one kind in full, and lines of all
-_STYLES = {"bad": "bold red", "late": "bold dark_orange", "warn": "yellow"}
+_STYLES = {"bad": "bold red", "late": "bold dark_orange", "warn": "yellow", "well": "green"}
 _FOOTER = (("q", "quit"), ("↑↓", "choose"), ("enter", "detail"), ("s", "sort"), ("r", "reverse"), ("p", "pause"),
            ("?", "help"))  # fmt: skip
 
@@ -107,19 +107,18 @@ def _summary(history: History, figures: Figures, width: int) -> list[Text]:
     left.append(_faults("failed", figures.failed).append(" ").append_text(_faults("refused", figures.refused)))
     if status.ranks and not any(rank.endpoint for rank in status.ranks):
         left.append(Text.assemble((" loads are shown to a viewer's or an admin's key alone", "yellow")))
-    return [*left, *_verdict(history, status), Text()]
+    return [*left, *_verdict(history), Text()]
 
 
-def _verdict(history: History, status: Status) -> list[Text]:
+def _verdict(history: History) -> list[Text]:
     """Return the headline and the sentences about the fleet, the worst first, and how many more there are."""
     every = [line for line in lines_about(history, asks_broker=True) if line.kind != "note"]
     lines = [
         Text.assemble((f" {MARKS[line.level]} {printable(line.text)}", _STYLES[line.level]))
         for line in shortened(every, TROUBLE_LINES)
     ]
-    headline = headline_of(every, status)
-    if headline is not None and len(every) > 1:
-        level, words = headline
+    level, words = headline_of(every, history)
+    if len(every) != 1:
         lines.insert(0, Text.assemble((f" {MARKS[level]} {printable(words)}", f"bold {_STYLES[level]}")))
     return lines if len(lines) <= VERDICT_LINES else [*lines[:VERDICT_LINES], Text.assemble((" ...", DIM))]
 
@@ -200,7 +199,7 @@ def _detail(each: RankFigures, history: History, width: int) -> list[Text]:
         ]
         if None in (load.kv_pinned, load.kv_cached, load.kv_sent_bytes_total):
             lines.append(fact("", ("-: its engine, or its version, does not say it", DIM)))
-    lines += [fact(what, (printable(why), "yellow")) for what, why in each.conditions]
+    lines += [fact(found.what, (printable(found.why), "yellow")) for found in each.conditions]
     for label, values in (
         ("requests", [row.estimate_requests for row in series]),
         ("queued", [_known(row.waiting_tokens) for row in series]),

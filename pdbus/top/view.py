@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from bus.histogram import quantile
 from bus.wire.messages import MemberKey
 from pdbus.fleet.figures import RankFigures
+from pdbus.fleet.formatting import by_number
 
 _ROLES = ("prefill", "decode", "unified")
 _WORST = ("lost", "hung", "silent", "starting", "draining", "gone", "ready")
@@ -50,7 +51,7 @@ class View:
     def ordered(self, ranks: Sequence[RankFigures]) -> list[RankFigures]:
         """Return the ranks by the chosen column, the greatest first, or by role and name for `rank`; the other way with
         `reverse`."""
-        by_name = sorted(ranks, key=lambda each: (_ROLES.index(each.rank.role), key_of(each)))
+        by_name = sorted(ranks, key=lambda each: (_ROLES.index(each.rank.role), by_number(key_of(each))))
         if self.sort == "rank":
             return by_name[::-1] if self.reverse else by_name
         return sorted(by_name, key=SORTS[self.sort], reverse=not self.reverse)

@@ -174,7 +174,7 @@ def role_gone(scene: Scene) -> None:
 
 def its_room_gone(scene: Scene) -> None:
     scene.kill("prefill-0/1")
-    scene.watch.until("! prefill-0/1 is lost")
+    scene.watch.until("! prefill-0/1 has been lost")
     scene.refused([5, 6, 7], bootstrap_room=7)
 
 

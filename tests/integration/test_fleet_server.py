@@ -243,7 +243,7 @@ def test_top_http_shows_a_real_cluster_whose_rank_is_killed() -> None:
                 event, body = next_event(stream)
             (line,) = [line for line in body["head"]["lines"] if line[1] == "dead"]
             assert line[2].startswith("decode")
-            assert "is lost" in line[2]
+            assert " has been lost for " in line[2]
             assert server.leave() == 0
         finally:
             server.close()

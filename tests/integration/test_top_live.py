@@ -108,7 +108,7 @@ def test_a_killed_rank_shows_in_top_and_status(cluster: Cluster, on_screen: Call
     screen = on_screen(*where(cluster), "--interval-s", "0.2")
     screen.until("3 ready", "prefill-0/0", "decode-0/0", "decode-0/1", "0 expired", "tpot99", "q  quit")
     os.kill(cluster.children["decode-0/1"].pid, signal.SIGKILL)
-    screen.until("2 ready  1 lost", "! decode-0/1 is lost for", "decode-0/1 is lost: ")
+    screen.until("2 ready  1 lost", "! decode-0/1 has been lost for", "decode-0/1 is lost: ")
     screen.press("\x1b[F\r")  # the last rank, in detail
     screen.until("decode-0/1  decode  lost", "epoch", "of 256")
     screen.press("\r?")
@@ -119,11 +119,11 @@ def test_a_killed_rank_shows_in_top_and_status(cluster: Cluster, on_screen: Call
 
     hurt = pdbus("status", *where(cluster))
     assert (hurt.returncode, hurt.stderr) == (1, "")
-    assert "! decode-0/1 is lost for" in hurt.stdout
+    assert "! decode-0/1 has been lost for" in hurt.stdout
     told = pdbus("status", *where(cluster), "--json")
     assert told.returncode == 1
     (line,) = json.loads(told.stdout)["trouble"]
-    assert line.startswith("decode-0/1 is lost for ")
+    assert line.startswith("decode-0/1 has been lost for ")
 
 
 def test_a_controller_that_stands_still_is_said_so(cluster: Cluster, on_screen: Callable[..., Screen]) -> None:

@@ -220,7 +220,7 @@ def test_each_situation_is_said_and_no_other(situation: str, ranks: int) -> None
 
 def test_the_sentences() -> None:
     (dead,) = said("dead")
-    assert dead.text.startswith("prefill-0/0 is lost for 60s (its connection closed")
+    assert dead.text.startswith("prefill-0/0 has been lost for 60s (its connection closed")
     assert dead.text.endswith("; 3 of 4 prefill ranks are ready")
     assert dead.rank == ("prefill-0", 0)
     queue = said("queue")[0]
@@ -235,7 +235,7 @@ def test_the_sentences() -> None:
 def test_sentences_that_are_alike_are_few_and_the_worst_come_first() -> None:
     lines = shortened(said("queue", 128))
     assert [line.kind for line in lines] == ["queue", *["full"] * (ALIKE + 1)]
-    assert lines[-1].text == f"so are {64 - ALIKE} more"
+    assert lines[-1].text == f"and {64 - ALIKE} more are full"
 
 
 def test_slos_that_are_missed_are_said_where_enough_were_counted() -> None:
@@ -264,7 +264,10 @@ def test_a_broker_that_does_not_answer_is_said_where_one_was_asked() -> None:
     ("failed", "said"),
     [
         ({"overloaded": 30, "peer_lost": 2},
-         "32 of 1,032 requests that ended in the last 20 seconds failed, most of them with the code overloaded"),
+         "32 of 1,032 requests that ended in the last 20 seconds failed or were refused: 30 with the code overloaded, "
+         "2 with the code peer_lost"),
+        ({"too_many": 40, "cancelled": 500},  # its clients ask for more than they may: they are refused all the same
+         "40 of 1,040 requests that ended in the last 20 seconds were refused: 40 with the code too_many"),
         ({"overloaded": 9}, ""),  # too few
         ({"overloaded": 10}, ""),  # not one in a hundred
         ({"cancelled": 500, "bad_request": 90, "overloaded": 9}, ""),  # clients'
@@ -278,6 +281,6 @@ def test_failures_are_said_where_they_are_more_than_one_in_a_hundred(failed: dic
             history.add(sample(at, rank(), done=done, **counts))
         return [line.text for line in lines_of(history, asks_broker=False) if line.kind == "failing"]
 
-    over = failed | {"overloaded": 5000 + failed.get("overloaded", 0)}
+    over = {code: count + 5000 * (code == "overloaded") for code, count in ({"overloaded": 0} | failed).items()}
     assert lines((0.0, 0, {"overloaded": 5000}), (10.0, 1000, over)) == ([said] if said else [])
     assert lines((0.0, 0, {"overloaded": 5000}), (10.0, 1000, over), (15.0, 1000, over), (40.0, 1000, over)) == []

@@ -12,9 +12,11 @@ from status_world import rank, sample
 from bus.wire.messages import QueuedKind, QueueStatus, RankStatus, Role
 from pdbus.fleet.conditions import taken
 from pdbus.fleet.figures import Sample
+from pdbus.fleet.formatting import by_number
 from pdbus.fleet.history import History
 from pdbus.fleet.verdict import Level, headline_of, lines_of, short_of
 
+ALL = "have as many requests as they can take, counting those on their way"
 PAIR = QueuedKind("m", ("prefill", "decode"), 9)
 
 
@@ -34,9 +36,8 @@ def seen(*ranks: RankStatus, queue: QueueStatus | None = None, **counts: int) ->
     return made
 
 
-def headline(made: History) -> tuple[Level, str] | None:
-    assert made.last is not None
-    return headline_of(lines_of(made, asks_broker=True), made.last.status)
+def headline(made: History) -> tuple[Level, str]:
+    return headline_of(lines_of(made, asks_broker=True), made)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_ranks_are_full_beside_what_is_taken_of_the_others(kv: tuple[int, ...], 
     ranks = [decode(number, held) for number, held in enumerate(kv)]
     assert headline(seen(*ranks, prefill(0))) == ("warn", said)
     lost = decode(9, 100, state="lost", report_age_s=9.0)
-    assert headline(seen(*ranks, lost)) == ("bad", f"1 decode rank is dead, and {said[0].lower()}{said[1:]}")
+    assert headline(seen(*ranks, lost)) == ("bad", f"1 decode rank is lost, and {said[0].lower()}{said[1:]}")
 
 
 def test_a_rank_is_taken_by_what_is_there_and_on_its_way_to_it() -> None:
@@ -102,15 +103,15 @@ def test_requests_that_wait_are_worse_than_a_rank_that_is_full() -> None:
     ]
     none_full = seen(prefill(0), decode(0, 930), decode(1, 900), queue=queue)
     where = "Requests wait for room at a decode rank"
-    assert headline(none_full) == ("late", f"{where}: all decode ranks are 90 to 93% taken")
+    assert headline(none_full) == ("late", f"{where}: both decode ranks are 90 to 93% taken")
     assert headline(seen(prefill(0), decode(0, 930), queue=queue)) == ("late", f"{where}: the decode rank is 93% taken")
     slots = [decode(number, 900, running=7, estimate_requests=8 + number) for number in range(3)]
     taken_all = seen(prefill(0), *slots, decode(3, 990), queue=queue)
-    assert headline(taken_all) == ("late", f"{where}: all 4 decode ranks are 100% taken"), "one of them is full"
+    assert headline(taken_all) == ("late", f"{where}: all 4 decode ranks {ALL}"), "one of them is full"
     none = seen(queue=QueueStatus(9, 3.0, (PAIR,)))
     apart = "requests wait for room at a prefill rank and a decode rank"
     assert headline(none) == ("bad", f"No rank has joined this controller, and {apart}")
-    assert headline(seen(prefill(0), decode(0, 930), queue=QueueStatus(9, 1.0, (PAIR,)))) is None
+    assert headline(seen(prefill(0), decode(0, 930), queue=QueueStatus(9, 1.0, (PAIR,))))[0] == "well"
     cramped = rank("prefill-1", load={"kv_tokens": 990})
     both = seen(prefill(0), cramped, decode(0, 900, running=8), queue=queue)
     apart = "the decode rank is full, and 1 of 2 prefill ranks is full, the other is 12% taken"
@@ -144,4 +145,57 @@ def test_nothing_is_said_where_there_is_a_note_alone() -> None:
     made = History()
     made.add(sample(0.0, decode(0), prefill(0), broker={}))
     assert [line.kind for line in lines_of(made, asks_broker=True)] == ["note"]
-    assert headline(made) is None
+    assert headline(made)[0] == "well"
+
+
+def test_ranks_that_are_given_all_that_they_can_take_are_said_so_though_they_report_less() -> None:
+    queue, where = QueueStatus(9, 3.0, (PAIR,)), "Requests wait for room at a decode rank"
+    given = [decode(number, 900, running=7, estimate_requests=9) for number in range(3)]
+    assert headline(seen(prefill(0), *given, queue=queue)) == ("late", f"{where}: all 3 decode ranks {ALL}")
+    assert headline(seen(prefill(0), *given[:2], queue=queue)) == ("late", f"{where}: both decode ranks {ALL}")
+    alone = seen(prefill(0), given[0], queue=queue)
+    one = "has as many requests as it can take, counting those on their way"
+    assert headline(alone) == ("late", f"{where}: the decode rank {one}")
+
+
+def test_where_all_is_well_it_is_said_how_much_room_there_is() -> None:
+    def busy(number: int, at: float, share: float) -> RankStatus:
+        load = {"waiting_tokens": 0, "kv_tokens": 0, "busy_us_total": int(1e6 * share * at) + 1, "waiting": 0}
+        return rank("prefill-0", number, load=load)
+
+    made = History()
+    for at in range(12):
+        ranks = [busy(0, at, 0.4), busy(1, at, 0.6), decode(0, 600), decode(1, 800)]
+        made.add(sample(float(at), *ranks, broker={}))
+    assert headline(made) == ("well", "All is well; decode ranks are 70% taken, prefill ranks are 50% busy")
+    said = "All is well; the decode rank is 25% taken, the prefill rank is 12% taken"
+    assert headline(seen(prefill(0), decode(0))) == ("well", said), "its busy time is not known yet"
+    assert headline(History()) == ("well", "All is well")
+
+
+def test_requests_that_are_lost_are_worse_than_a_rank_that_is() -> None:
+    made = History()
+    for at in range(11):
+        lost = decode(1, state="lost", report_age_s=9.0)
+        counts = {"done": 19_000 * at // 10, "failed_too_many": 1_100 * at, "failed_peer_lost": 3 * at}
+        made.add(sample(float(at), prefill(0), decode(0), lost, broker={}, **counts))
+    level, words = headline(made)
+    assert level == "bad"
+    lost_words = "1,100 requests/s are refused (too_many), 3.0 requests/s fail (peer_lost), 1,900/s are done"
+    assert words == f"{lost_words}, and 1 decode rank is lost"
+    assert lines_of(made, asks_broker=True)[0].text == (
+        "11,030 of 30,030 requests that ended in the last 20 seconds failed or were refused: 11,000 with the code "
+        "too_many, 30 with the code peer_lost; this began 9.0s ago"
+    )
+
+
+def test_the_ranks_that_are_worst_off_are_named_first_and_names_go_by_number() -> None:
+    ranks = [decode(number, 960 + number) for number in (10, 2, 3)]
+    ranks += [decode(number, 970) for number in (11, 9)]
+    full = [line for line in lines_of(seen(*ranks), asks_broker=False) if line.kind == "full"]
+    assert [line.rank and line.rank[1] for line in full] == [9, 10, 11, 3, 2]
+    lost = [decode(number, state="lost") for number in (10, 2)]
+    dead = [line for line in lines_of(seen(*lost, decode(1)), asks_broker=False) if line.kind == "dead"]
+    assert [line.rank and line.rank[1] for line in dead] == [2, 10]
+    names = [("decode-10", 0), ("decode-2", 1), ("decode-2", 0), ("a", 0)]
+    assert sorted(names, key=by_number) == names[::-1]

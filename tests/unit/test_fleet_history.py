@@ -92,7 +92,7 @@ def stepping(number: int, step_ms: float, now: float, **load: int) -> RankStatus
 
 
 def said(made: History) -> dict[int, list[str]]:
-    return {key[1]: [what for what, _ in each] for key, each in made.conditions().items()}
+    return {key[1]: [found.what for found in each] for key, each in made.conditions().items()}
 
 
 @pytest.mark.parametrize("others", [1, 2, 5])
@@ -171,7 +171,7 @@ def test_run_slots_that_are_all_in_use_are_full_while_the_queue_wants_them(
     made, one = History(), sample(0.0, *(rank("decode-0", n, load={"running": 7 + n, "waiting": 0}) for n in (0, 1)))
     made.add(Sample(0.0, 0.0, replace(one.status, queue=QueueStatus(9, waits_s, kinds))))
     assert set(said(made)) == full
-    why = "8 of 8 run slots are in use, and none waits here, but some do in the queue"
+    why = "8 of 8 run slots are in use, and requests wait at the controller for such a rank"
     assert made.sentences() == [f"decode-0/1 is full: {why}"] * len(full)
 
 
@@ -210,7 +210,8 @@ def test_a_link_is_slow_where_a_fetch_and_a_token_take_more_than_three_times_the
     made = run(20, of=at)
     assert said(made) == {0: ["link"]}
     assert made.sentences() == [
-        "decode-0/0 has a slow link: 1.2s to fetch a KV cache, and 300ms is the median of decode ranks of m"
+        "decode-0/0 has had a slow link for 4.0s: 1.2s to fetch a KV cache, and 300ms is the median of decode ranks "
+        "of m"
     ]
     well = {
         "as quick as others": {"took_s": 0.85}, "of long prompts": {"tokens": 20_000, "took_s": 3.0},
@@ -247,8 +248,8 @@ def test_a_cache_is_cold_where_a_rank_began_lately_and_finds_little_beside_its_k
     made = run(20, of=at)
     assert said(made) == said(run(20, of=lambda now: at(now, hits=0.0))) == {0: ["cold"]}
     assert made.sentences() == [
-        "prefill-0/0 has a cold cache: it began 40s ago; 10% of its prompt tokens were in its prefix cache, and "
-        "50% is the median of prefill ranks of m"
+        "prefill-0/0 has had a cold cache for 4.0s: it began 40s ago; 10% of its prompt tokens were in its prefix cache, "
+        "and 50% is the median of prefill ranks of m"
     ]
     well = {
         "it finds some": {"hits": 0.2}, "none finds much": {"hits": 0.0, "others": 0.19},

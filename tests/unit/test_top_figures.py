@@ -127,7 +127,7 @@ def test_what_the_broker_refuses_is_told_beside_what_the_controller_does() -> No
     ("ranks", "told"),
     [
         ([rank(), rank("prefill-0")], []),
-        ([rank(), rank("decode-0", 1, state="lost"), rank("prefill-0")], ["decode-0/1 is lost for 5.0s"]),
+        ([rank(), rank("decode-0", 1, state="lost"), rank("prefill-0")], ["decode-0/1 has been lost for 5.0s"]),
         ([rank(state="hung", state_age_s=-1.0)], ["decode-0/0 is hung", "no decode rank is ready"]),
         ([rank(), rank("decode-0", 1, state="starting")], []),
         (

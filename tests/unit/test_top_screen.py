@@ -46,7 +46,7 @@ def test_it_fits_whatever_the_size(page: str, width: int, height: int, ranks: in
 def test_it_tells_all_that_an_operator_asks_for(width: int) -> None:
     text = "\n".join(shown(cluster(), width=width))
     for words in ("1 lost", "2/s", "p50 175ms", "p99 30ms", "6 alive", "1 expired", "25%  prompt tokens cached",
-                  "deadline 4", "! decode-0/1 is lost for 5.0s", "decode-0/2", "tok/s", "rst"):  # fmt: skip
+                  "deadline 4", "! decode-0/1 has been lost for 5.0s", "decode-0/2", "tok/s", "rst"):  # fmt: skip
         assert words in text, words
     header = next(line for line in shown(cluster(), width=width) if "rank" in line and "state" in line)
     assert {"load", "kv", "req/s", "tok/s", "ttft99", "tpot99", "bad", "rst"} <= set(header.split())
@@ -63,16 +63,16 @@ def test_first_tokens_in_time_are_shown_where_an_slo_counts(width: int) -> None:
 
 def test_the_verdict_is_that_of_the_page_and_cut_where_it_is_long() -> None:
     lines = shown(cluster(), width=140)
-    assert "! 1 decode rank is dead" not in "\n".join(lines), "one sentence needs no headline"
-    assert " ! decode-0/1 is lost for 5.0s; 2 of 3 decode ranks are ready" in [line.rstrip() for line in lines]
+    assert "! 1 decode rank is lost" not in "\n".join(lines), "one sentence needs no headline"
+    assert " ! decode-0/1 has been lost for 5.0s; 2 of 3 decode ranks are ready" in [line.rstrip() for line in lines]
     made = History()
     full = [rank("decode-0", n, load={"kv_tokens": 990}, model="m\x1b") for n in range(5)]
     lost = [rank("decode-1", n, state="lost") for n in range(5)]
     made.add(sample(0.0, rank("prefill-0", load={"step": 9, "busy_us_total": 90}), *full, *lost))
     text = "\n".join(lines := shown(made, width=140, height=40))
-    assert " ! 5 decode ranks are dead, and the broker does not answer, and all 5 decode ranks are full" in text
-    assert (text.count(" is lost for 5.0s; "), text.count(" ~ decode-0/")) == (3, 2)
-    assert " ! so are 2 more" in text
+    assert " ! 5 decode ranks are lost, and the broker does not answer, and all 5 decode ranks are full" in text
+    assert (text.count(" has been lost for 5.0s; "), text.count(" ~ decode-0/")) == (3, 2)
+    assert " ! and 2 more do not serve" in text
     assert "..." in text, "eight lines of ten"
     assert "\x1b" not in text
 
