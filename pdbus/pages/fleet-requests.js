@@ -23,7 +23,7 @@ export class Requests {
   }
 
   draw() {
-    if (this.fleet.seq >= 0) this.list ??= this.fleet.requests.waiting?.length ? "waiting" : "running";  // the user's choice from then on
+    if (this.fleet.seq >= 0) this.list ??= this.fleet.head.waiting && this.fleet.requests.waiting?.length ? "waiting" : "running";  // the user's choice from then on
     const rows = this.fleet.requests[this.list] ?? [], { head } = this.fleet;
     for (const button of $("lists").children) button.setAttribute("aria-pressed", String(button.dataset.list === this.list));
     const none = !head.requests ? (head.loads ? `${OLD}, and lists no requests; look one up.` : "") : rows.length ? "" : LISTS[this.list][1];

@@ -248,8 +248,8 @@ def test_a_cache_is_cold_where_a_rank_began_lately_and_finds_little_beside_its_k
     made = run(20, of=at)
     assert said(made) == said(run(20, of=lambda now: at(now, hits=0.0))) == {0: ["cold"]}
     assert made.sentences() == [
-        "prefill-0/0 has had a cold cache for 4.0s: it began 40s ago; 10% of its prompt tokens were in its prefix cache, "
-        "and 50% is the median of prefill ranks of m"
+        "prefill-0/0 has had a cold cache for 4.0s: it began 40s ago; 10% of its prompt tokens were in its prefix "
+        "cache, and 50% is the median of prefill ranks of m"
     ]
     well = {
         "it finds some": {"hits": 0.2}, "none finds much": {"hits": 0.0, "others": 0.19},
