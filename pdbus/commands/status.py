@@ -40,7 +40,7 @@ from pdbus.fleet.verdict import MARKS, Line, headline_of, lines_of
 ONCE_WAIT_MS = 3_000  # for the broker, where nothing is shown again
 WIDTH = 132  # of a table outside a terminal
 COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")
-STYLES = {"bad": "bold red", "late": "bold dark_orange", "warn": "yellow", "well": "green"}
+STYLES = {"bad": "bold red", "late": "bold dark_orange", "warn": "yellow"}
 WORDS = ("rank", "role", "state")
 LEAST_FIRST = (
     "ended",
@@ -167,8 +167,8 @@ def _show(console: Console, sample: Sample, history: History, bus: str, keys: st
         _print(console, f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
     lines = _lines(history)
     level, headline = headline_of(lines, history)
-    if len(lines) != 1:
-        _print(console, f"{MARKS[level]} {headline}".strip(), style=f"bold {STYLES[level]}")
+    if len(lines) > 1:
+        _print(console, f"{MARKS[level]} {headline}", style=f"bold {STYLES[level]}")
     for line in lines:
         _print(console, f"{MARKS[line.level]} {line.text}", style=STYLES[line.level])
 

@@ -184,6 +184,7 @@ class History:
         self._rank_row_at = -math.inf
         self._found: dict[MemberKey, tuple[Condition, ...]] = {}
         self._spells: Spells[Spell] = Spells()
+        self._suspects: list[ControllerEvent] = []  # that are shown with the next sample, unless that has their loss
 
     # --- samples come -------------------------------------------------------------------------------------------
 
@@ -226,7 +227,10 @@ class History:
             events = tuple(each for each in status.events or () if each.number >= self.next_event)
         if events:
             self.next_event = events[-1].number + 1
-        self.news.extend(_news_of(events))
+        lost = {(event.instance, event.dp_rank) for event in events if event.what == "lost"}
+        before = [event for event in self._suspects if (event.instance, event.dp_rank) not in lost]
+        self._suspects = [event for event in events if event.what == "suspect"]
+        self.news.extend(_news_of([*before, *(event for event in events if event.what != "suspect")]))
         if last is None or status.epoch != last.status.epoch:
             return
         if (last.broker is None) != (sample.broker is None):
@@ -533,9 +537,7 @@ def text_of(event: ControllerEvent) -> str:
 
 
 def _news_of(events: Sequence[ControllerEvent]) -> Iterator[News]:
-    """Give the events as lines: joins of one kind that came within a moment are one, and so are a rank's loss and the
-    moment before in which it might have come back."""
-    lost = {(event.instance, event.dp_rank): event.at_us for event in events if event.what == "lost"}
+    """Give the events as lines: joins of one kind that came within a moment are one."""
     joins: list[ControllerEvent] = []
     for event in events:
         if joins and (event.what != "joined" or event.phrase != joins[0].phrase or _apart(event, joins[0])):
@@ -543,7 +545,7 @@ def _news_of(events: Sequence[ControllerEvent]) -> Iterator[News]:
             joins = []
         if event.what == "joined":
             joins.append(event)
-        elif event.what != "suspect" or not 0 <= lost.get((event.instance, event.dp_rank), -1) - event.at_us <= 1e6:
+        else:
             yield _news(event, text_of(event))
     yield from _joins(joins)
 

@@ -85,19 +85,21 @@ def test_joins_of_a_moment_are_one_event_and_a_loss_is_one_and_recoveries_are_no
         *(event(40 + n, 0.5, "joined", f"prefill-{n}", "prefill of m") for n in range(2)),
         event(42, 9.0, "joined", "prefill-9", "prefill of m"),
         event(43, 9.1, "suspect", "prefill-9", "its connection is gone", bad=True),
-        event(44, 9.2, "lost", "prefill-9", "it did not connect again", bad=True),
         event(45, 9.3, "suspect", "prefill-8", "its connection is gone", bad=True),
-        event(46, 9.4, "restarted", "prefill-9", "prefill of m", bad=True),
+        event(46, 10.2, "lost", "prefill-9", "it did not connect again", bad=True),
+        event(47, 10.4, "restarted", "prefill-9", "prefill of m", bad=True),
     ]
-    made, its = History(), sample(10.0, rank())
-    made.add(Sample(its.at, its.wall, replace(its.status, events=tuple(events))))
+    made = History()
+    for at in (10.0, 11.0):
+        its, new = sample(at, rank()), [each for each in events if at - 10 <= each.at_us / 1e6 - 1e9 < at]
+        made.add(Sample(its.at, its.wall, replace(its.status, events=tuple(new))))
     assert [(text, bad) for _, _, text, bad in news(made)] == [
         ("40 decode ranks of m joined", False),
         ("prefill-0/0 joined: prefill of m", False),
         ("prefill-1/0 joined: prefill of m", False),
         ("prefill-9/0 joined: prefill of m", False),
-        ("prefill-9/0 is lost: it did not connect again", True),
         ("prefill-8/0 may be lost: its connection is gone", True),
+        ("prefill-9/0 is lost: it did not connect again", True),
         ("prefill-9/0 was started again: prefill of m", False),
     ]
-    assert made.next_event == 47
+    assert made.next_event == 48
