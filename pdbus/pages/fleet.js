@@ -6,7 +6,7 @@ import { Requests } from "./fleet-requests.js";
 import { watch } from "./fleet-stream.js";
 
 const MANY = 100, ROWS = 12, MORE_ROWS = 50, ROLES = ["prefill", "decode", "unified"];
-const COLUMNS = ["taken", "busy", "running", "waiting", "KV memory in use", "step time", "KV fetch", "cache hits", "age of report", "estimated requests", "prompt tokens/s", "output tokens/s", "TTFT p99", "failed"];
+const COLUMNS = ["taken", "busy", "running", "waiting", "KV memory in use", "step time", "KV fetch", "cache hits", "age of report", "prompt tokens/s", "output tokens/s", "TTFT p99", "failed"];
 const MAIN = new Set(COLUMNS.slice(0, 9));
 
 // The word before a sentence of each kind, and the mark of how bad it is.
