@@ -173,6 +173,7 @@ class RequestLifecycle:
         client = "" if may(peer, "admins") else key_of(peer)
         for leg in self.table.orphans.claim(rid, client or None):
             out.append(leg.rank.cancels(CancelLeg(rid, leg.attempt, client=client, room=room)))
+            self.table.gave_up(rid, leg.attempt)
         request = self.requests.get(rid)
         if request is not None and (room is None or request.submit.bootstrap_room in (None, room)):
             if client not in ("", request.client):

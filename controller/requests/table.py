@@ -59,7 +59,7 @@ class RequestTable:
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, Losses] = OrderedDict()
-        # of requests that failed of late, or were tried again here: the last attempt. Its ranks may still speak of it
+        # of requests that failed of late, were tried again here, or were cancelled as inherited ones: the last attempt
         self._made: dict[Rid, Attempt] = {}
         self._due: TimerSlots[Rid | Rank] = TimerSlots(now)
         self.requests: dict[Rid, Request] = {}
@@ -150,6 +150,13 @@ class RequestTable:
         self.history.add(record)
         return record
 
+    def gave_up(self, rid: Rid, attempt: Attempt) -> None:
+        """Note that this attempt of `rid` is over, or is to end, while its rank may still speak of it."""
+        attempt = max(attempt, self._made.pop(rid, 0))
+        self._made[rid] = attempt  # at the end of the order
+        if len(self._made) > MAX_MADE:
+            del self._made[next(iter(self._made))]
+
     def blame(self, rid: Rid, offset: int, attempt: Attempt, process: Hashable) -> None:
         """Record that a rank of `process` has died with this attempt of `rid`, which may have ended: that counts for
         this `offset`. 0: a token may have come since."""
@@ -216,10 +223,7 @@ class RequestTable:
     def _remember(self, request: Request, code: Code) -> None:
         """Keep what a later submit under this rid has to know of the request, which is over."""
         if request.tries:
-            self._made.pop(request.rid, None)  # to the end of the order
-            self._made[request.rid] = request.attempt
-            if len(self._made) > MAX_MADE:
-                del self._made[next(iter(self._made))]
+            self.gave_up(request.rid, request.attempt)
         if request.losses and code != "ok":
             last = request.lost_at > 0 and (request.lost_at == request.attempt or not had_output(request))
             losses = Losses(request.submit.offset, request.losses, last, request.lost_with)

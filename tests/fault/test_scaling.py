@@ -60,7 +60,10 @@ def test_ranks_join_and_leave_a_running_cluster_and_nothing_is_lost() -> None:
             assert more.wait(60)
             assert more.returncode == 0
         live.check()
-        assert {r.state for r in live.status().ranks if r.instance == "unified-more"} == {"gone"}
+        live.until(
+            lambda: {r.state for r in live.status().ranks if r.instance == "unified-more"} == {"gone"},
+            "they have said goodbye",
+        )
         live.ended(live.begin(40, leg="unified"))
         live.check()
 

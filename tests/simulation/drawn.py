@@ -74,7 +74,7 @@ DRAWN = (
     Mutation("fencing-6", "", "nodes.link.core:RankCore._begin",
              "self.streams.open(leg, now)", "pass", seed=3114),
     Mutation("adoption-6", "", "controller.requests.table:RequestTable.add",
-             "not same or submit.attempt > over.submitted", "not (not same or submit.attempt > over.submitted)", seed=49, how="tight"),
+             "self._made[rid] + 1", "self._made[rid] - 1", seed=49, how="tight"),
     Mutation("retry-6", "", "controller.requests.life:RequestLifecycle.cancel",
              'self._counts["rejected_not_yours"] += 1', 'self._counts["rejected_not_yours"] += 2',
              unseen="a counter of what other keys try, in no law (FREE); and small worlds have no keys"),

@@ -352,6 +352,14 @@ class TestController:
         world.progress(U[0], ended=world.dispatches()[-1:], room=live)
         world.assert_empty()
 
+    def test_what_was_cancelled_for_a_former_start_of_the_controller_is_another_attempt_too(self) -> None:
+        """M49: its client need not know that it was tried twice there; it says its second attempt now."""
+        world = unified(replace(U[0], running=(("r", 2),)))
+        world.feed(FromClient("client", Cancel("r", 5), ()))
+        world.submit(submit("r", bootstrap_room=5, attempt=2))
+        assert [(cancel.rid, cancel.attempt) for cancel in world.cancels()] == [("r", 2)]
+        assert world.core.life.requests["r"].attempt == 3
+
     @pytest.mark.parametrize(("second", "room"), [(5, 5), (6, None)])
     def test_of_two_rooms_that_could_not_be_told_nobody_knows_which_runs(self, second: int, room: int | None) -> None:
         unclear = Unclear()
@@ -372,13 +380,13 @@ class TestController:
         for _ in range(5):
             world.submit(submit("r", bootstrap_room=5, attempt=2))
             world.feed(FromClient("client", Cancel("r", 5), ()))
-        assert [dispatch.attempt for dispatch in world.dispatches()] == [1, 2, 3, 3, 3, 3, 3]
+        assert [dispatch.attempt for dispatch in world.dispatches()] == [1, 2, 3, 4, 5, 6, 7]
 
-    def test_the_same_request_said_again_keeps_its_attempt(self) -> None:
-        """M49: its rank may answer it."""
+    def test_the_same_request_said_again_is_another_attempt(self) -> None:
+        """M49: its rank would answer the one that was cancelled with that end."""
         world, _ = self.cancelled()
         world.submit(submit("r", bootstrap_room=5, prompt_tokens=12, max_tokens=3, offset=2))
-        assert [dispatch.attempt for dispatch in world.dispatches()] == [1, 1]
+        assert [dispatch.attempt for dispatch in world.dispatches()] == [1, 2]
 
     def test_cancels_say_whose_leg_is_meant(self) -> None:
         """M85"""
