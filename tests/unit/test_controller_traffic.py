@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from controller_world import hello
 
 from bus.runtime.sockets import Sockets
 from bus.wire.messages import Done, Failed, Message, Ping
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
-from controller.events import Action, Event, ToClient, ToNode, Unreachable
+from controller.events import FromNode, ToClient, ToNode
 from controller.traffic import Traffic
 
 
@@ -34,19 +35,14 @@ def test_a_client_that_leaves_before_done_was_not_turned_away(message: Message, 
     assert core.counts["clients_unreachable"] == counted
 
 
-def test_a_node_whose_connection_is_gone_is_known_by_the_first_message_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_whose_connection_is_gone_is_known_by_the_first_message_to_it() -> None:
     """Not a lease later, when it has been silent for so long."""
     core = ControllerCore(ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c"), 1, 0.0)
-    events: list[Event] = []
-
-    def handle(event: Event, now: float) -> list[Action]:
-        events.append(event)
-        return []
-
-    monkeypatch.setattr(core, "handle", handle)
+    core.handle(FromNode(b"gone", hello("u", 0)), 0.0)
+    assert not core.members.suspects
     with Sockets() as sockets:
         nodes = sockets.router("inproc://nodes")
         traffic = Traffic(core, lambda: 0.0, nodes, nodes, nodes, None, ignore, ignore)
         traffic._outbox.append(ToNode(b"gone", Ping(1)))
         traffic.carry_out()
-    assert events == [Unreachable(b"gone", Ping(1))]
+    assert [rank.key for rank in core.members.suspects] == [("u", 0)]
