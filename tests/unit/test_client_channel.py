@@ -529,13 +529,13 @@ def test_patience_with_a_controller_without_ranks_has_an_end(
     controller, _ = peers
 
     async def ask() -> None:
-        async with AsyncClient(base, connect_timeout_s=2.0) as client:
+        async with AsyncClient(base, connect_timeout_s=4.0) as client:
             with pytest.raises(ConfigError, match="no rank has joined this controller yet"):
                 await client.generate("hi")
             await client.generate_tokens([5], rid="r")
 
     def ask_in_a_thread() -> None:
-        with Client(base, connect_timeout_s=2.0) as client:
+        with Client(base, connect_timeout_s=4.0) as client:
             with pytest.raises(ConfigError, match="no rank has joined this controller yet"):
                 client.generate("hi")
             client.generate_tokens([5], rid="r")

@@ -94,6 +94,14 @@ def test_a_late_timer_makes_one_answer_late_and_not_the_steps_that_follow():
     assert loop.now - began == pytest.approx(0.012)
 
 
+def test_what_is_asked_for_after_a_late_answer_takes_its_whole_time():
+    loop = LateTime()
+    engine = engine_on(loop, timing=SimTiming(0.01, 0.0, 0.0, 0.0))
+    for seq in range(1, 11):
+        step(loop, engine, Row(seq, [5], 0, [1], GREEDY))
+    assert loop.now == pytest.approx(10 * 0.012)
+
+
 def test_after_a_second_in_which_the_process_stood_still_one_step_is_made_up_for():
     loop, row = LateTime(), Row(1, [5], 0, [1], GREEDY)
     engine = engine_on(loop, timing=SimTiming(0.01, 0.0, 0.0, 0.0))

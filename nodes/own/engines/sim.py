@@ -63,8 +63,9 @@ class SimEngine:
     """An engine that computes at once and answers at the time of the timing model, on the loop's thread. Its methods
     are those of `nodes.own.engines.base.Engine`.
 
-    A loop calls it late, by half a millisecond where nothing else runs. So a step that follows at once is counted from
-    the time at which the one before was due: a late timer makes one answer late, and not all those after it."""
+    A loop calls it late, by half a millisecond where nothing else runs. So a step that follows at once, and goes on
+    with a sequence of the one before, is counted from the time at which that one was due: a late timer makes one answer
+    late, and not all those after it. (What was asked for after the answer could not have begun before it.)"""
 
     def __init__(
         self,
@@ -96,7 +97,8 @@ class SimEngine:
         self._kv: dict[int, bytearray] = {}  # block -> bytes, made when first touched; at most `blocks` of them
         self._pending: Any = None
         self._answered_at = float("-inf")
-        self._late_s = 0.0  # the last answer, after it was due
+        self._answered: set[int] = set()  # sequences of the last answer
+        self._late_s = 0.0  # that answer, after it was due
 
     def submit(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
         """Compute the plan now, and call `done` when its time by the timing model is over. After a hang fault it is
@@ -112,12 +114,14 @@ class SimEngine:
         else:
             rows = [(row, self._run(row)) for row in plan.rows]
             result = StepResult(plan.number, tuple((r.seq, t) for r, t in rows if r.params is not None), duration_s)
-        late_s = self._late_s if began - self._answered_at < AT_ONCE_S else 0.0
+        goes_on = began - self._answered_at < AT_ONCE_S and any(row.seq in self._answered for row in plan.rows)
+        late_s = self._late_s if goes_on else 0.0
         due = began + max(0.0, duration_s - late_s)
 
         def answer() -> None:
             self._pending = None
             self._answered_at = self._loop.clock()
+            self._answered = {row.seq for row in plan.rows}
             self._late_s = self._answered_at - due
             done(result)
 
