@@ -93,6 +93,11 @@ class Board:
             self._page = self._targets()
 
     @property
+    def has_targets(self) -> bool:
+        """Return whether there is a page of targets."""
+        return self._page is not None
+
+    @property
     def targets(self) -> bytes | None:
         """The page of targets as JSON; None: there is none."""
         return None if self._page is None else json.dumps(self._page()).encode()
@@ -152,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/targets" and (page := board.targets) is not None:
             self._answer(200, page, "application/json")
         else:
-            also = ", /targets" if board.targets is not None else ""
+            also = ", /targets" if board.has_targets else ""
             self._answer(404, f"here are /metrics{also}, /health and /ready\n".encode())
 
     do_HEAD = do_GET

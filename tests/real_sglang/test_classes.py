@@ -63,7 +63,7 @@ def test_the_wheel_is_as_recorded() -> None:
     ],
 )
 def test_an_edge_takes_each_field_of_sglangs_at_its_default(kind: type, body: dict[str, Any], name: str) -> None:
-    """As its load generator and libraries send them."""
+    """Its load generator and libraries send them so."""
     from sglang.srt.entrypoints.openai import protocol
     from sglang.srt.managers import io_struct
 

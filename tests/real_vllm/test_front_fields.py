@@ -65,7 +65,7 @@ def test_each_field_of_vllms_stands_in_one_table(
     ],
 )
 def test_our_own_edge_takes_each_field_of_vllms_at_its_default(kind: type, body: dict[str, Any], record: Any) -> None:
-    """As load generators and libraries send them."""
+    """Load generators and libraries send them so."""
     assert refused_at_defaults(kind, body, record) == {}
 
 

@@ -245,7 +245,7 @@ class TestRetries:
 
     @pytest.mark.parametrize("forgotten", [False, True])
     def test_it_is_not_where_its_attempt_runs_again(self, forgotten: bool) -> None:
-        """Of more requests than a controller remembers."""
+        """A controller may have forgotten its request: it remembers so many."""
         world = unified()
         world.submit(submit("r"))
         world.feed(FromClient("client", Cancel("r")))
